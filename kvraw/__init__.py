@@ -1,0 +1,75 @@
+"""kvraw moves KV-cache blocks between paged GPU memory and host memory, with nothing to compile.
+
+Names are loaded on first use: importing kvraw loads no torch, numba or cuda module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvraw.batch import BatchCopy as BatchCopy
+    from kvraw.batch import memcpy_batch as memcpy_batch
+    from kvraw.cache import PagedCache as PagedCache
+    from kvraw.engines.cpu import warm_up as warm_up
+    from kvraw.errors import ArtifactError as ArtifactError
+    from kvraw.errors import BoundsError as BoundsError
+    from kvraw.errors import ClosedError as ClosedError
+    from kvraw.errors import DriverError as DriverError
+    from kvraw.errors import DriverNotFoundError as DriverNotFoundError
+    from kvraw.errors import ForkError as ForkError
+    from kvraw.errors import KvrawError as KvrawError
+    from kvraw.errors import LayoutError as LayoutError
+    from kvraw.errors import PlacementError as PlacementError
+    from kvraw.errors import UnsupportedDriverError as UnsupportedDriverError
+    from kvraw.layout import Geometry as Geometry
+    from kvraw.plan import CopyPlan as CopyPlan
+    from kvraw.plan import Side as Side
+    from kvraw.runtime.memory import DeviceBuffer as DeviceBuffer
+    from kvraw.runtime.memory import Registration as Registration
+    from kvraw.runtime.pool import HostChunk as HostChunk
+    from kvraw.runtime.pool import HostPool as HostPool
+    from kvraw.runtime.stream import Stream as Stream
+    from kvraw.transfer import Transfer as Transfer
+    from kvraw.transfer import TransferPlan as TransferPlan
+    from kvraw.transfer import load as load
+    from kvraw.transfer import load_slots as load_slots
+    from kvraw.transfer import store as store
+    from kvraw.transfer import store_slots as store_slots
+
+__version__ = "0.1.0"
+
+_ERRORS = (
+    "ArtifactError BoundsError ClosedError DriverError DriverNotFoundError ForkError KvrawError LayoutError "
+    "PlacementError UnsupportedDriverError"
+)
+_HOMES = {
+    "kvraw.batch": "BatchCopy memcpy_batch",
+    "kvraw.cache": "PagedCache",
+    "kvraw.engines.cpu": "warm_up",
+    "kvraw.errors": _ERRORS,
+    "kvraw.layout": "Geometry",
+    "kvraw.plan": "CopyPlan Side",
+    "kvraw.runtime.memory": "DeviceBuffer Registration",
+    "kvraw.runtime.pool": "HostChunk HostPool",
+    "kvraw.runtime.stream": "Stream",
+    "kvraw.transfer": "Transfer TransferPlan load load_slots store store_slots",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+__all__ = sorted([*_HOME_OF, "__version__"])  # noqa: PLE0605
+
+logging.getLogger("kvraw").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'kvraw' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

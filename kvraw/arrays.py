@@ -1,0 +1,236 @@
+"""Takes in tensors, pointers and indices of any library by protocol: no torch, no driver."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvraw.errors import BoundsError
+
+__all__ = ["ASK_DRIVER", "IndexVector", "TensorView", "index_vector", "is_pointer", "pointer_vector", "tensor_view"]
+
+ASK_DRIVER = -1  # a device tensor whose protocol does not tell the device
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """Where a tensor's elements lie.
+
+    Attributes
+    ----------
+    address : int
+        Of element (0, 0, ...).
+    shape, strides : tuple of int
+        Elements and bytes per axis.
+    itemsize : int
+        Bytes per element.
+    device : int or None
+        None for host memory, `ASK_DRIVER` where the protocol does not tell.
+    owner : object
+        What to keep alive.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    device: int | None
+    owner: object
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, gaps left out."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in order and without gaps."""
+        return self.strides == _tight(self.shape, self.itemsize) or self.nbytes == 0
+
+
+def _tight(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    out: list[int] = []
+    for size in reversed(shape):
+        out.append(itemsize)
+        itemsize *= size
+    return tuple(reversed(out))
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int32), ("id", ctypes.c_int32)]  # noqa: RUF012
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_DL_CUDA, _DL_MANAGED = (2, 13)  # kDLCUDA, kDLCUDAManaged; 1 and 3 are host memory
+_DL_HOST = (1, 3)
+
+
+def _from_dlpack(tensor: Any) -> TensorView:
+    kind, device = tensor.__dlpack_device__()
+    # -1: the producer must not wait for any stream; ordering is the caller's stream's business.
+    capsule = tensor.__dlpack__(stream=-1) if kind in (_DL_CUDA, _DL_MANAGED) else tensor.__dlpack__()
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    t = _DLTensor.from_address(get(capsule, b"dltensor"))
+    shape = tuple(t.shape[k] for k in range(t.ndim))
+    itemsize = t.bits * t.lanes // 8
+    strides = tuple(t.strides[k] * itemsize for k in range(t.ndim)) if t.strides else _tight(shape, itemsize)
+    if kind not in (_DL_CUDA, _DL_MANAGED, *_DL_HOST):
+        raise TypeError(f"tensor lies on DLPack device type {kind}, must be CPU or CUDA")
+    where = None if kind in _DL_HOST else int(device)
+    # The capsule, never consumed, keeps the memory and frees the export when it goes.
+    return TensorView((t.data or 0) + t.byte_offset, shape, strides, itemsize, where, (tensor, capsule))
+
+
+def tensor_view(tensor: Any) -> TensorView:
+    """Describe a tensor of any library.
+
+    Parameters
+    ----------
+    tensor : object
+        Has ``data_ptr()`` (torch), ``__cuda_array_interface__``, ``__array_interface__`` (numpy), ``__dlpack__`` or the
+        buffer protocol. It is borrowed.
+
+    Raises
+    ------
+    TypeError
+        It has none of them, or lies on a device that is neither the host nor a CUDA device.
+    """
+    if isinstance(tensor, TensorView):
+        return tensor
+    if hasattr(tensor, "data_ptr") and hasattr(tensor, "element_size"):
+        size = int(tensor.element_size())
+        kind = tensor.device.type
+        if kind not in ("cpu", "cuda"):
+            raise TypeError(f"tensor lies on {tensor.device}, must be on the CPU or a CUDA device")
+        device = None if kind == "cpu" else ASK_DRIVER if tensor.device.index is None else int(tensor.device.index)
+        strides = tuple(int(s) * size for s in tensor.stride())
+        return TensorView(int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, size, device, tensor)
+    for name, where in (("__cuda_array_interface__", ASK_DRIVER), ("__array_interface__", None)):
+        interface = getattr(tensor, name, None)
+        if interface is not None:
+            shape, size = tuple(interface["shape"]), np.dtype(interface["typestr"]).itemsize
+            strides = tuple(interface.get("strides") or _tight(shape, size))
+            return TensorView(int(interface["data"][0]), shape, strides, size, where, tensor)
+    if hasattr(tensor, "__dlpack__"):
+        return _from_dlpack(tensor)
+    try:
+        array = np.asarray(memoryview(tensor))
+    except TypeError:
+        raise TypeError(
+            f"tensor is a {type(tensor).__name__}; must have data_ptr(), __cuda_array_interface__, __dlpack__ or the "
+            f"buffer protocol"
+        ) from None
+    return TensorView(int(array.ctypes.data), array.shape, array.strides, array.itemsize, None, array)
+
+
+def is_pointer(value: object) -> bool:
+    """Whether a value is a plain address."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def pointer_vector(name: str, values: Any) -> U64:
+    """Addresses or sizes as a 1-D C-contiguous uint64 vector.
+
+    Raises
+    ------
+    TypeError, BoundsError
+        They are not integers, not 1-D, or outside [0, 2**64).
+    """
+    if isinstance(values, np.ndarray) and values.dtype == np.uint64 and values.ndim == 1:
+        return np.ascontiguousarray(values)
+    array = np.asarray(values)
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.uint64)
+    if array.dtype == object and all(is_pointer(v) for v in array.flat):
+        for at, value in enumerate(array.flat):
+            if not 0 <= value < 2**64:
+                raise BoundsError(f"{name}[{at}] is {value}, must be in [0, 2**64)")
+    elif array.dtype.kind not in "iu":
+        raise TypeError(f"{name} holds {array.dtype}, must hold integers")
+    elif array.dtype.kind == "i" and (array < 0).any():
+        at = int(np.argmax(array.ravel() < 0))
+        raise BoundsError(f"{name}[{at}] is {array.ravel()[at]}, must be in [0, 2**64)")
+    if array.ndim != 1:
+        raise BoundsError(f"{name} has {array.ndim} axes, must have 1")
+    return np.ascontiguousarray(array.astype(np.uint64))
+
+
+@dataclass(frozen=True, slots=True)
+class IndexVector:
+    """Block ids or slots.
+
+    Attributes
+    ----------
+    host : numpy.ndarray or None
+        The values as int64 where they are on the host.
+    address : int
+        Where they are on a device; 0 otherwise.
+    count, width : int
+        Values, and bytes per value (8, or 4 for int32 values on a device).
+    device : int or None
+        The device, `ASK_DRIVER`, or None.
+    owner : object
+        What to keep alive.
+    """
+
+    host: I64 | None
+    address: int
+    count: int
+    width: int = 8
+    device: int | None = None
+    owner: object = None
+
+
+def index_vector(name: str, values: Any) -> IndexVector:
+    """Take in indices: a list, an array, or a CPU or CUDA tensor of int64 or int32 values.
+
+    Values on a device stay there and are borrowed.
+
+    Raises
+    ------
+    TypeError
+        They are not integers.
+    BoundsError
+        They are not 1-D, or a device vector has gaps.
+    """
+    if isinstance(values, np.ndarray) or not (
+        hasattr(values, "__cuda_array_interface__") or getattr(getattr(values, "device", None), "type", "cpu") != "cpu"
+    ):
+        array = np.asarray(values)
+        if array.size == 0 and array.ndim == 1:
+            return IndexVector(np.zeros(0, np.int64), 0, 0)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{name} holds {array.dtype}, must hold integers")
+        if array.ndim != 1:
+            raise BoundsError(f"{name} has {array.ndim} axes, must have 1")
+        if array.dtype == np.uint64 and array.max() > np.uint64(2**63 - 1):
+            raise BoundsError(f"{name} holds {array.max()}, must be below 2**63")
+        return IndexVector(np.ascontiguousarray(array, np.int64), 0, len(array))
+    view = tensor_view(values)
+    dtype = str(getattr(values, "dtype", "")).removeprefix("torch.")
+    if dtype not in ("int64", "int32"):
+        raise TypeError(f"{name} holds {dtype} on a device, must hold int64 or int32")
+    if len(view.shape) != 1 or not view.contiguous:
+        raise BoundsError(f"{name} has shape {view.shape}, strides {view.strides} bytes on a device: must be 1-D and dense")
+    return IndexVector(None, view.address, view.shape[0], view.itemsize, view.device, values)

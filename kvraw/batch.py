@@ -1,0 +1,110 @@
+"""Copies at the pointer level: three vectors of destination, source and size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+from kvraw import config
+from kvraw.arrays import U64, pointer_vector
+from kvraw.cache import require_host
+from kvraw.engines import cpu
+from kvraw.engines.device_state import device_state
+from kvraw.errors import BoundsError, PlacementError
+from kvraw.runtime.context import DeviceScope, current_device
+from kvraw.runtime.driver import driver
+from kvraw.runtime.inflight import Completion
+from kvraw.runtime.stream import stream_handle
+
+__all__ = ["BatchCopy", "memcpy_batch"]
+
+_LEGACY = (0, 1)  # the legacy default stream's handles, which the batch call refuses
+
+
+class BatchCopy:
+    """A batch of copies that was enqueued (with a stream) or is done (without one)."""
+
+    __slots__ = ("_completion",)
+
+    def __init__(self, completion: Completion | None) -> None:
+        self._completion = completion
+
+    def done(self) -> bool:
+        """Whether the copies are over; never waits."""
+        return self._completion is None or self._completion.done()
+
+    def wait(self) -> None:
+        """Wait on the host until the copies are over."""
+        if self._completion is not None:
+            self._completion.wait()
+
+
+def memcpy_batch(
+    dst: Any, src: Any, sizes: Any, *, stream: Any = None, device: int | None = None, refs: tuple[object, ...] = ()
+) -> BatchCopy:
+    """Copy `sizes[i]` bytes from `src[i]` to `dst[i]`, for every i.
+
+    Parameters
+    ----------
+    dst, src, sizes : sequence of int, or 1-D uint64 arrays
+        Addresses, and bytes; 0 bytes copy nothing. Destinations must not overlap other entries.
+    stream : object, optional
+        Enqueue the copies on this stream, in its order, unordered among themselves. Without one all addresses are host
+        memory, and the call returns when the copies are done.
+    device : int, optional
+        The stream's device; default: the current context's.
+    refs : tuple
+        Kept alive until the copies are over. The three vectors need not be.
+
+    Raises
+    ------
+    BoundsError
+        The vectors differ in length, or hold something that is not an address or a size.
+    PlacementError
+        Without a stream, an address is device memory; with one, no context is current and no device named.
+    DriverError
+        The driver refused; `index` is the failing entry where it told. Entries before it may have been enqueued.
+    """
+    to, at, n = pointer_vector("dst", dst), pointer_vector("src", src), pointer_vector("sizes", sizes)
+    if not len(to) == len(at) == len(n):
+        raise BoundsError(f"dst, src and sizes have {len(to)}, {len(at)} and {len(n)} entries, must have the same number")
+    kept = n > 0
+    if not kept.all():
+        to, at, n = to[kept], at[kept], n[kept]
+    for name, vector in (("dst", to), ("src", at)):
+        if (vector == 0).any():
+            raise BoundsError(f"{name}[{int((vector == 0).argmax())}] is null")
+        if (vector + n < vector).any():
+            raise BoundsError(f"{name}[{int((vector + n < vector).argmax())}] plus its size exceeds 2**64")
+    if stream is None:
+        if len(n):
+            for name, vector in (("dst", to), ("src", at)):
+                for ends in (vector[:1], vector[-1:]):
+                    require_host(name, ends, 1)
+            cpu.copy_batch(to, at, n)
+        return BatchCopy(None)
+    handle = stream_handle(stream)
+    if device is None:
+        device = current_device()
+        if device is None:
+            raise PlacementError("no CUDA context is current; name the stream's device with device=")
+    if not len(n):
+        return BatchCopy(None)
+    with DeviceScope(device):
+        _enqueue(to, at, n, handle)
+        books = device_state(device).books
+        books.reap()
+        return BatchCopy(books.open(handle, refs))
+
+
+def _enqueue(dst: U64, src: U64, sizes: U64, stream: int) -> None:
+    d = driver()
+    if stream not in _LEGACY and d.batch_supported() and not d.stream_capturing(stream):
+        most = config.MAX_BATCH.get()
+        for begin in range(0, len(sizes), most):
+            part = slice(begin, begin + most)
+            d.memcpy_batch_async(dst[part], src[part], sizes[part], stream)
+        return
+    for to, at, n in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+        d.memcpy_async(to, at, n, stream)
+

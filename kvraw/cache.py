@@ -1,0 +1,169 @@
+"""A paged KV cache as kvraw sees it: base addresses, a layout, a place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvraw.arrays import ASK_DRIVER, TensorView, pointer_vector, tensor_view
+try:
+    from kvraw.discovery import discover
+except ImportError:
+    pass
+from kvraw.errors import BoundsError, PlacementError
+from kvraw.formats import Format
+from kvraw.layout import CacheLayout, Geometry, find_format
+from kvraw.runtime.memory import locate
+
+__all__ = ["PagedCache"]
+
+
+def _views(tensors: Any) -> Any:
+    if isinstance(tensors, (list, tuple)):
+        return [_views(t) for t in tensors]
+    return tensor_view(tensors)
+
+
+def _flatten(views: Any) -> list[TensorView]:
+    return [v for view in views for v in _flatten(view)] if isinstance(views, list) else [views]
+
+
+class PagedCache:
+    """A paged KV cache. It borrows the memory, and keeps tensors that it was made from alive.
+
+    Make one with `from_tensors` or `from_pointers`.
+
+    Attributes
+    ----------
+    layout : CacheLayout
+        Format and geometry.
+    bases : numpy.ndarray of uint64
+        Base addresses in the format's order.
+    device : int or None
+        The device that holds the cache; None for host memory.
+    """
+
+    def __init__(self, layout: CacheLayout, bases: Any, device: int | None, owner: object = None) -> None:
+        self.layout = layout
+        self.bases = pointer_vector("pointers", bases)
+        self.device = device
+        self._owner = owner
+        if len(self.bases) != layout.pointers:
+            raise BoundsError(
+                f"pointers has {len(self.bases)} addresses, format {layout.format.name} with {self.geometry.layers} "
+                f"layers takes {layout.pointers}"
+            )
+        if (self.bases == 0).any():
+            raise BoundsError(f"pointers[{int((self.bases == 0).argmax())}] is null")
+
+    @property
+    def geometry(self) -> Geometry:
+        """Counts of the cache."""
+        return self.layout.geometry
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Any,
+        *,
+        format: int | str | Format | None = None,
+        engine: str = "vllm",
+        kv_layout: str | None = None,
+        block_size: int | None = None,
+        num_heads: int | None = None,
+        head_size: int | None = None,
+        kv_list_layout: str | None = None,
+        planes: int | None = None,
+    ) -> PagedCache:
+        """From the engine's tensors, as it hands them over: one, a list, or a list of lists.
+
+        Parameters
+        ----------
+        tensors : object
+            Tensors of any library on one device.
+        format, engine, kv_layout, block_size, num_heads, head_size, kv_list_layout, planes
+            Hints, see `kvraw.discovery.discover`; needed only where the tensors leave a choice.
+
+        Raises
+        ------
+        LayoutError
+            The tensors fit no format or several; says which hint would settle it.
+        PlacementError
+            They lie on different devices.
+        """
+        views = _views(tensors)
+        found = discover(
+            views,
+            format=format,
+            engine=engine,
+            kv_layout=kv_layout,
+            block_size=block_size,
+            num_heads=num_heads,
+            head_size=head_size,
+            kv_list_layout=kv_list_layout,
+            planes=planes,
+        )
+        devices = []
+        for view in _flatten(views):
+            asked = view.device == ASK_DRIVER
+            devices.append(locate(view.address, view.nbytes).device if asked else view.device)
+        if len(set(devices)) != 1:
+            raise PlacementError(f"tensors lie on different devices: {sorted(set(map(str, devices)))}")
+        return cls(found.layout, found.addresses, devices[0], owner=tensors)
+
+    @classmethod
+    def from_pointers(
+        cls,
+        pointers: Sequence[int] | Any,
+        format: int | str | Format,
+        geometry: Geometry,
+        *,
+        device: int | None = None,
+        owner: object = None,
+    ) -> PagedCache:
+        """From addresses.
+
+        Parameters
+        ----------
+        pointers : sequence of int
+            Base addresses in the format's order (`kvraw.formats`).
+        format : int or str
+            The layout.
+        geometry : Geometry
+            The counts; they are trusted.
+        device : int, optional
+            The device that holds the memory; None: host memory.
+        owner : object, optional
+            Kept alive with the cache.
+
+        Raises
+        ------
+        LayoutError
+            Format and geometry do not fit.
+        PlacementError
+            `device` is None and the driver knows an address as device memory.
+        """
+        cache = cls(CacheLayout(find_format(format), geometry), pointers, device, owner)
+        if device is None:
+            require_host("pointers", cache.bases, 1)
+        return cache
+
+    def chunk_bytes(self, tokens: int) -> int:
+        """Bytes of a chunk of this many tokens: all layers, all planes."""
+        if tokens <= 0:
+            raise BoundsError(f"tokens is {tokens}, must be positive")
+        return tokens * self.geometry.token_bytes
+
+    def __repr__(self) -> str:
+        where = "host" if self.device is None else f"cuda:{self.device}"
+        return f"PagedCache({self.layout.format.name}, {self.geometry}, {where})"
+
+
+def require_host(name: str, addresses: Any, nbytes: int) -> None:
+    """Raise `PlacementError` where the driver knows an address as device memory."""
+    for at, address in enumerate(addresses):
+        device = locate(int(address), nbytes).device
+        if device is not None:
+            raise PlacementError(
+                f"{name}[{at}] is {int(address):#x}, memory of device {device}; the CPU engine takes host memory"
+            )

@@ -1,0 +1,57 @@
+"""Environment variables, read at each use so that tests and callers can change them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable(Generic[T]):
+    """One environment variable: its name, how it is parsed, its default and what it does."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    help: str
+
+    def get(self, environ: Mapping[str, str] = os.environ) -> T:
+        """Value of the variable.
+
+        Raises
+        ------
+        ValueError
+            The text does not parse; names the variable.
+        """
+        text = environ.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ValueError(f"environment variable {self.name}={text!r}: {error}") from None
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError("must be a positive integer")
+    return value
+
+
+def _engine(text: str) -> str:
+    if text not in ("auto", "kernel", "cpu", "reference"):
+        raise ValueError("must be one of auto, kernel, cpu, reference")
+    return text
+
+
+ENGINE = Variable("KVRAW_ENGINE", _engine, "auto", "engine for every plan that names none: auto, kernel, cpu, reference")
+CPU_THREADS = Variable("KVRAW_CPU_THREADS", _positive, 0, "threads of the CPU engine; default: usable cores, at most 8")
+MAX_BATCH = Variable("KVRAW_MAX_BATCH", _positive, 8192, "descriptors per batch-memcpy call")
+CTAS = Variable("KVRAW_CTAS", _positive, 0, "thread blocks of the kernel engine; default: 16 to or from host memory")
+
+VARIABLES: tuple[Variable[str] | Variable[int], ...] = (ENGINE, CPU_THREADS, MAX_BATCH, CTAS)

@@ -1,0 +1,1 @@
+"""Engines: each carries out the same copy plans, byte for byte alike."""

@@ -1,0 +1,138 @@
+"""The CPU engine: numba kernels over host memory on threads of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import ModuleType
+
+import numpy as np
+
+from kvraw import config
+from kvraw.arrays import U64
+from kvraw.engines.operands import Operands
+from kvraw.plan import CopyPlan, Side
+
+__all__ = ["CpuPlan", "copy_batch", "threads", "warm_up"]
+
+_SPLIT_BYTES = 1 << 20  # less is done by the calling thread: handing work over takes tens of microseconds
+_STREAM_BYTES = 8 << 20  # above about a last-level cache's share, stores go past the caches
+_NO_INDEX = np.zeros(0, np.int64)
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+_pool_key = (0, 0)
+
+
+def threads() -> int:
+    """Threads of the CPU engine: `KVRAW_CPU_THREADS`, else the cores this process may use, at most 8."""
+    return config.CPU_THREADS.get() or min(len(os.sched_getaffinity(0)), 8)
+
+
+def _kernels() -> ModuleType:
+    from kvraw.engines import cpu_kernels
+
+    return cpu_kernels
+
+
+def _executor(workers: int) -> ThreadPoolExecutor:
+    global _pool, _pool_key
+    with _lock:
+        key = (os.getpid(), workers)  # a forked child has none of its parent's threads
+        if _pool is None or _pool_key != key:
+            _pool, _pool_key = ThreadPoolExecutor(workers, thread_name_prefix="kvraw-cpu"), key
+        return _pool
+
+
+def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
+    """Do each stretch between neighbouring bounds, the first on the calling thread."""
+    rest = list(zip(bounds[1:-1], bounds[2:], strict=True))
+    if not rest:
+        work(bounds[0], bounds[-1])
+        return
+    pool = _executor(threads() - 1)
+    pending = [pool.submit(work, *stretch) for stretch in rest]
+    try:
+        work(bounds[0], bounds[1])
+    finally:
+        wait(pending)
+    for future in pending:
+        future.result()
+
+
+class CpuPlan:
+    """A copy plan made ready for the CPU engine."""
+
+    def __init__(self, plan: CopyPlan) -> None:
+        self.plan = plan
+        self._table = np.array([self._row(plan.src_flat), self._row(plan.dst_flat)], np.int64)
+        dims = [(d.size, d.src, d.dst, d.src_table, d.dst_table) for d in reversed(plan.dims)]
+        # The kernel steps the last dimension by strides alone, so a dimension of tables must not come last.
+        if dims and (dims[-1][3] or dims[-1][4]):
+            dims.append((1, 0, 0, 0, 0))
+        if len(dims) > 4:
+            raise AssertionError("a plan has at most four dimensions, and tables fold outermost")
+        one = (1, 0, 0, 0, 0)
+        self._dims = np.array([*([dims[0]] if dims else [one]), *[one] * (4 - max(len(dims), 1)), *dims[1:]], np.int64)
+
+    @staticmethod
+    def _row(side: Side) -> tuple[int, ...]:
+        return side.outer, side.inner, side.page, side.table_outer, int(side.skip_negative), 0
+
+    def copy(self, src: Operands, dst: Operands, first: int, count: int) -> None:
+        """Carry the plan out for items `first` to `first + count`; returns when it is done."""
+        plan, table = self.plan, self._table.copy()
+        table[:, 5] = src.host_index is not None, dst.host_index is not None
+        src_index = _NO_INDEX if src.host_index is None else src.host_index
+        dst_index = _NO_INDEX if dst.host_index is None else dst.host_index
+        units, nbytes = count * int(self._dims[0, 0]), count * plan.item_bytes
+        stream = nbytes >= _STREAM_BYTES
+        kernel = _kernels().copy_items
+
+        def work(begin: int, end: int) -> None:
+            kernel(
+                table,
+                self._dims,
+                src.bases,
+                dst.bases,
+                src_index,
+                dst_index,
+                first,
+                begin,
+                end,
+                plan.run_bytes,
+                stream,
+            )
+
+        parts = max(1, min(threads(), units, nbytes // _SPLIT_BYTES))
+        _run(work, [units * k // parts for k in range(parts + 1)])
+
+
+def copy_batch(dst: U64, src: U64, sizes: U64) -> None:
+    """Copy every (dst, src, nbytes) of three vectors; each copy may overlap itself, not another."""
+    total = int(sizes.sum())
+    stream = total >= _STREAM_BYTES
+    kernel = _kernels().copy_batch
+    parts = max(1, min(threads(), len(sizes), total // _SPLIT_BYTES))
+    bounds = [0, len(sizes)]
+    if parts > 1:
+        done = np.cumsum(sizes)
+        cuts = np.searchsorted(done, [total * k // parts for k in range(1, parts)])
+        bounds = [0, *(int(c) for c in cuts), len(sizes)]
+
+    def work(begin: int, end: int) -> None:
+        kernel(dst, src, sizes, begin, end, stream)
+
+    _run(work, bounds)
+
+
+def warm_up() -> None:
+    """Compile the kernels now (about a second without a cache on disk)."""
+    a = np.arange(256, dtype=np.uint8)
+    b = np.zeros_like(a)
+    at = np.array([a.ctypes.data], np.uint64)
+    to = np.array([b.ctypes.data], np.uint64)
+    copy_batch(to, at, np.array([256], np.uint64))
+    CpuPlan(CopyPlan(Side(0), Side(0), 1, 1, 1, 1, 256)).copy(Operands(at), Operands(to), 0, 1)

@@ -1,0 +1,105 @@
+"""What the GPU engines keep per device: operations in flight, status words, and buffers for large tables."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvraw.arrays import U64
+from kvraw.runtime.driver import CudaDriver, driver
+from kvraw.runtime.inflight import InFlight
+from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
+
+__all__ = ["DeviceState", "StatusWord", "Upload", "device_state"]
+
+_PAGE_WORDS = 512  # one 4096-byte page of status words, two a transfer
+
+
+def _words(buffer: PinnedBuffer, count: int) -> U64:
+    array = np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(buffer.address))
+    return array.view(np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class StatusWord:
+    """Two words of pinned memory that a kernel writes when it meets a bad index: where, and what."""
+
+    values: U64
+    device_address: int
+    page: PinnedBuffer
+
+
+class Upload:
+    """A pinned buffer and a device buffer of one size: a table goes through them without a pageable copy."""
+
+    __slots__ = ("_pinned", "device", "words")
+
+    def __init__(self, words: int, device: int) -> None:
+        self._pinned = PinnedBuffer(words * 8, device)
+        self.device = DeviceBuffer(words * 8, device)
+        self.words = _words(self._pinned, words)
+
+    def send(self, count: int, stream: int) -> None:
+        """Enqueue the copy of the first `count` words to the device."""
+        driver().memcpy_async(self.device.address, self._pinned.address, count * 8, stream)
+
+
+class DeviceState:
+    """State of one device, shared by all plans; its context is current in every call."""
+
+    def __init__(self, device: int) -> None:
+        d = driver()
+        self.device = device
+        self.books = InFlight()
+        self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")
+        self._lock = threading.Lock()
+        self._status: list[StatusWord] = []
+        self._uploads: dict[int, list[Upload]] = defaultdict(list)
+
+    def take_status(self) -> StatusWord:
+        """A cleared status word, to be given back with `give_status`."""
+        with self._lock:
+            if not self._status:
+                page = PinnedBuffer(_PAGE_WORDS * 8, self.device)
+                words = _words(page, _PAGE_WORDS)
+                for at in range(0, _PAGE_WORDS, 2):
+                    self._status.append(StatusWord(words[at : at + 2], page.device_address + at * 8, page))
+            status = self._status.pop()
+        status.values[:] = 0
+        return status
+
+    def give_status(self, status: StatusWord) -> None:
+        """Take a status word back that no kernel can write any more."""
+        with self._lock:
+            self._status.append(status)
+
+    def take_upload(self, words: int) -> Upload:
+        """Buffers for at least this many words, to be given back with `give_upload`."""
+        size = max(1024, 1 << (words - 1).bit_length())
+        with self._lock:
+            if self._uploads[size]:
+                return self._uploads[size].pop()
+        return Upload(size, self.device)
+
+    def give_upload(self, upload: Upload) -> None:
+        """Take buffers back that no copy or kernel uses any more."""
+        with self._lock:
+            self._uploads[len(upload.words)].append(upload)
+
+
+_lock = threading.Lock()
+_states: dict[tuple[int, int], tuple[CudaDriver, DeviceState]] = {}
+
+
+def device_state(device: int) -> DeviceState:
+    """The state of a device; its context is current."""
+    d = driver()
+    found = _states.get((id(d), device))
+    if found is None:
+        with _lock:
+            found = _states.setdefault((id(d), device), (d, DeviceState(device)))
+    return found[1]

@@ -1,0 +1,73 @@
+"""The errors of kvraw: one tree, each with the builtin that callers would expect among its bases."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArtifactError",
+    "BoundsError",
+    "ClosedError",
+    "DriverError",
+    "DriverNotFoundError",
+    "ForkError",
+    "KvrawError",
+    "LayoutError",
+    "PlacementError",
+    "UnsupportedDriverError",
+]
+
+
+class KvrawError(Exception):
+    """Base of every error that kvraw raises on purpose."""
+
+
+class DriverError(KvrawError, RuntimeError):
+    """A CUDA driver call failed.
+
+    Attributes
+    ----------
+    name : str
+        The result's name, such as ``CUDA_ERROR_OUT_OF_MEMORY``.
+    code : int
+        Its number.
+    call : str
+        The driver function.
+    index : int or None
+        The failing descriptor of a batch, where the driver told it.
+    """
+
+    def __init__(self, name: str, code: int, call: str, detail: str = "", index: int | None = None) -> None:
+        self.name, self.code, self.call, self.index = name, code, call, index
+        where = "" if index is None else f" at descriptor {index}"
+        super().__init__(f"{call} failed{where}: {name} ({code}){': ' + detail if detail else ''}")
+
+
+class DriverNotFoundError(KvrawError, RuntimeError):
+    """No CUDA driver, no device, or no cuda-python on this machine."""
+
+
+class UnsupportedDriverError(KvrawError, RuntimeError):
+    """The CUDA driver is too old for what was asked."""
+
+
+class LayoutError(KvrawError, ValueError):
+    """Tensors, a format or a geometry that do not fit together, or that cannot be told apart."""
+
+
+class BoundsError(KvrawError, ValueError, IndexError):
+    """A block id, slot, count or size outside its bounds."""
+
+
+class PlacementError(KvrawError, ValueError):
+    """Memory that the chosen engine cannot reach, such as pageable memory given to the kernel engine."""
+
+
+class ClosedError(KvrawError, RuntimeError):
+    """Use of something that was closed."""
+
+
+class ForkError(KvrawError, RuntimeError):
+    """CUDA was initialised before a fork, and the child tried to use it."""
+
+
+class ArtifactError(KvrawError, RuntimeError):
+    """A PTX file that is missing, altered, or out of step with its manifest."""

@@ -1,0 +1,59 @@
+"""Which context a call runs in: the current one where it fits, else the device's primary one."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from kvraw.errors import PlacementError
+from kvraw.runtime.driver import driver
+
+__all__ = ["DeviceScope", "current_device"]
+
+_lock = threading.Lock()
+_primary: dict[tuple[int, int], int] = {}  # (driver object, device) -> primary context, retained for good
+
+
+def current_device() -> int | None:
+    """Device of the calling thread's current context; None where no context is current."""
+    d = driver()
+    return d.context_device() if d.context_current() else None
+
+
+class DeviceScope:
+    """Makes a context of a device current for a ``with`` block, and restores what was current before.
+
+    The context that is current is used as it is when it belongs to the device; else the device's primary context is
+    retained (once per process) and pushed.
+    """
+
+    __slots__ = ("_device", "_pushed")
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._pushed = False
+
+    def __enter__(self) -> DeviceScope:
+        d = driver()
+        if d.context_current() and d.context_device() == self._device:
+            return self
+        key = (id(d), self._device)
+        context = _primary.get(key)
+        if context is None:
+            with _lock:
+                context = _primary.get(key)
+                if context is None:
+                    count = d.device_count()
+                    if not 0 <= self._device < count:
+                        raise PlacementError(f"device is {self._device}, there are {count} devices")
+                    context = _primary[key] = d.primary_retain(self._device)
+        d.context_push(context)
+        self._pushed = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pushed:
+            self._pushed = False
+            driver().context_pop()

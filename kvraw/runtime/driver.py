@@ -1,0 +1,343 @@
+"""The one module that reaches the CUDA driver.
+
+Handles and addresses are ints in and out; every failure is a `DriverError`. Other modules call `driver()` and never
+import ``cuda.bindings``; tests put an object with the methods of `CudaDriver` in its place with `install`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
+
+__all__ = ["CudaDriver", "PointerInfo", "driver", "driver_or_none", "install"]
+
+MINIMUM_DRIVER = 12000  # CUDA 12.0 (R525): the first that takes the PTX shipped here
+
+# CUmemorytype
+_HOST, _DEVICE, _ARRAY, _UNIFIED = 1, 2, 3, 4
+# CUstreamCaptureStatus
+_CAPTURE_NONE = 0
+# CUmemcpySrcAccessOrder
+_ORDER_STREAM = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PointerInfo:
+    """What the driver knows of an address: its kind, device, device-side address and enclosing allocation."""
+
+    kind: str  # "device", "host" (pinned or host-registered) or "managed"
+    device: int
+    device_address: int
+    base: int
+    size: int
+
+
+class _BatchAttributes(ctypes.Structure):
+    # CUmemcpyAttributes: order, two locations (type, id), flags; 24 bytes.
+    _fields_ = [(name, ctypes.c_int) for name in ("order", "src_type", "src_id", "dst_type", "dst_id", "flags")]  # noqa: RUF012
+
+
+class CudaDriver:
+    """The driver calls that kvraw makes. Construct through `driver()`."""
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver as cu
+        except ImportError as error:
+            raise DriverNotFoundError(f"cuda-python cannot be imported: {error}") from error
+        self._cu: Any = cu
+        try:
+            result = cu.cuInit(0)
+        except RuntimeError as error:  # the bindings raise it, not a CUresult, where libcuda.so.1 cannot be loaded
+            raise DriverNotFoundError(f"no CUDA driver: {str(error).splitlines()[0]}") from error
+        if result[0].value:
+            raise DriverNotFoundError(f"the CUDA driver does not start: cuInit returned {result[0].name}")
+        found = self.version()
+        if found < MINIMUM_DRIVER:
+            raise UnsupportedDriverError(f"the CUDA driver is {found}, must be {MINIMUM_DRIVER} or newer")
+        if self.device_count() == 0:
+            raise DriverNotFoundError("the CUDA driver sees no device")
+        self._attribute = cu.CUdevice_attribute
+        self._batch: Any = None
+
+    def _do(self, name: str, *args: Any) -> Any:
+        """Call a driver function; the values behind its result code, or a `DriverError`."""
+        result = getattr(self._cu, name)(*args)
+        code = result[0]
+        if code.value:
+            detail = self._cu.cuGetErrorString(code)[1]
+            raise DriverError(code.name, int(code), name, detail.decode() if detail else "")
+        return result[1] if len(result) == 2 else result[1:]
+
+    # devices and contexts
+
+    def version(self) -> int:
+        """CUDA version of the driver, such as 12080."""
+        return int(self._do("cuDriverGetVersion"))
+
+    def device_count(self) -> int:
+        """Devices visible to this process."""
+        return int(self._do("cuDeviceGetCount"))
+
+    def device_name(self, device: int) -> str:
+        """Name of a device."""
+        return str(self._do("cuDeviceGetName", 256, self._device(device)).split(b"\0")[0].decode())
+
+    def device_attribute(self, device: int, name: str) -> int:
+        """A ``CU_DEVICE_ATTRIBUTE_*`` by its last part, such as ``MULTIPROCESSOR_COUNT``."""
+        attribute = getattr(self._attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._do("cuDeviceGetAttribute", attribute, self._device(device)))
+
+    def device_memory(self, device: int) -> int:
+        """Bytes of memory of a device."""
+        return int(self._do("cuDeviceTotalMem", self._device(device)))
+
+    def _device(self, device: int) -> Any:
+        return self._do("cuDeviceGet", device)
+
+    def context_current(self) -> int:
+        """Handle of the calling thread's context; 0 where there is none."""
+        return int(self._do("cuCtxGetCurrent"))
+
+    def context_device(self) -> int:
+        """Device of the current context."""
+        return int(self._do("cuCtxGetDevice"))
+
+    def context_push(self, context: int) -> None:
+        """Make a context current."""
+        self._do("cuCtxPushCurrent", context)
+
+    def context_pop(self) -> None:
+        """Undo `context_push`."""
+        self._do("cuCtxPopCurrent")
+
+    def primary_retain(self, device: int) -> int:
+        """Retain the primary context of a device."""
+        return int(self._do("cuDevicePrimaryCtxRetain", self._device(device)))
+
+    def primary_release(self, device: int) -> None:
+        """Release what `primary_retain` took."""
+        self._do("cuDevicePrimaryCtxRelease", self._device(device))
+
+    # memory
+
+    def mem_alloc(self, nbytes: int) -> int:
+        """Device memory in the current context."""
+        return int(self._do("cuMemAlloc", nbytes))
+
+    def mem_free(self, address: int) -> None:
+        """Free device memory."""
+        self._do("cuMemFree", address)
+
+    def host_alloc(self, nbytes: int) -> int:
+        """Pinned memory, mapped, usable in every context."""
+        flags = self._cu.CU_MEMHOSTALLOC_PORTABLE | self._cu.CU_MEMHOSTALLOC_DEVICEMAP
+        return int(self._do("cuMemHostAlloc", nbytes, flags))
+
+    def host_free(self, address: int) -> None:
+        """Free pinned memory."""
+        self._do("cuMemFreeHost", address)
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        """Pin existing host memory in place, mapped, usable in every context."""
+        flags = self._cu.CU_MEMHOSTREGISTER_PORTABLE | self._cu.CU_MEMHOSTREGISTER_DEVICEMAP
+        self._do("cuMemHostRegister", address, nbytes, flags)
+
+    def host_unregister(self, address: int) -> None:
+        """Undo `host_register`."""
+        self._do("cuMemHostUnregister", address)
+
+    def host_device_address(self, address: int) -> int:
+        """Address at which the current context's device sees pinned host memory."""
+        return int(self._do("cuMemHostGetDevicePointer", address, 0))
+
+    def pointer_info(self, address: int) -> PointerInfo | None:
+        """What the driver knows of an address; None for pageable host memory."""
+        a = self._cu.CUpointer_attribute
+        names = ("MEMORY_TYPE", "IS_MANAGED", "DEVICE_ORDINAL", "DEVICE_POINTER", "RANGE_START_ADDR", "RANGE_SIZE")
+        wanted = [getattr(a, f"CU_POINTER_ATTRIBUTE_{name}") for name in names]
+        kind, managed, device, mapped, base, size = self._do("cuPointerGetAttributes", len(wanted), wanted, address)
+        if int(kind) not in (_HOST, _DEVICE, _UNIFIED):
+            return None
+        name = "managed" if managed else "host" if int(kind) == _HOST else "device"
+        return PointerInfo(name, int(device), int(mapped or 0), int(base or 0), int(size))
+
+    # streams and events
+
+    def stream_create(self) -> int:
+        """A stream that does not wait for the legacy default stream."""
+        return int(self._do("cuStreamCreate", self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
+
+    def stream_destroy(self, stream: int) -> None:
+        """Destroy a stream once its work is done."""
+        self._do("cuStreamDestroy", stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Wait on the host for all that a stream was given."""
+        self._do("cuStreamSynchronize", stream)
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """Make a stream wait for an event."""
+        self._do("cuStreamWaitEvent", stream, event, 0)
+
+    def stream_capturing(self, stream: int) -> bool:
+        """Whether a capture is in progress on a stream."""
+        return int(self._do("cuStreamIsCapturing", stream)) != _CAPTURE_NONE
+
+    def event_create(self, timing: bool = False) -> int:
+        """An event, without timing unless asked."""
+        flags = self._cu.CUevent_flags
+        flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
+        return int(self._do("cuEventCreate", flag.value))
+
+    def event_destroy(self, event: int) -> None:
+        """Destroy an event."""
+        self._do("cuEventDestroy", event)
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Record an event on a stream."""
+        self._do("cuEventRecord", event, stream)
+
+    def event_done(self, event: int) -> bool:
+        """Whether an event was reached."""
+        result = self._cu.cuEventQuery(event)[0]
+        if result == self._cu.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if result.value:
+            raise DriverError(result.name, int(result), "cuEventQuery")
+        return True
+
+    def event_synchronize(self, event: int) -> None:
+        """Wait on the host for an event."""
+        self._do("cuEventSynchronize", event)
+
+    def event_milliseconds(self, start: int, end: int) -> float:
+        """Time between two timed events that were reached."""
+        return float(self._do("cuEventElapsedTime", start, end))
+
+    # copies
+
+    def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """One copy between any two addresses, on a stream."""
+        self._do("cuMemcpyAsync", dst, src, nbytes, stream)
+
+    def memset_async(self, dst: int, value: int, nbytes: int, stream: int) -> None:
+        """Fill device memory with a byte."""
+        self._do("cuMemsetD8Async", dst, value, nbytes, stream)
+
+    def batch_supported(self) -> bool:
+        """Whether this driver has ``cuMemcpyBatchAsync`` (12.8 and newer)."""
+        if self._batch is None:
+            # Version 12080 asks for the nine-argument form, with the failing index, of every driver that has the call.
+            code, address, _ = self._cu.cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
+            pointer = ctypes.c_void_p
+            form = ctypes.CFUNCTYPE(
+                ctypes.c_int,
+                *(pointer, pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_size_t, pointer, pointer),
+            )
+            self._batch = form(int(address)) if not code.value and address else False
+        return self._batch is not False
+
+    def memcpy_batch_async(self, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+        """All copies of three uint64 vectors in one call, in stream order, unordered among themselves.
+
+        The driver reads the vectors during the call only. It refuses the legacy default stream and captures.
+        """
+        if not self.batch_supported():
+            raise UnsupportedDriverError(f"cuMemcpyBatchAsync needs a CUDA 12.8 driver, this one is {self.version()}")
+        attributes = _BatchAttributes(order=_ORDER_STREAM)
+        start, failed = ctypes.c_size_t(0), ctypes.c_size_t(2**64 - 1)
+        code = self._batch(
+            dst.ctypes.data,
+            src.ctypes.data,
+            sizes.ctypes.data,
+            len(sizes),
+            ctypes.addressof(attributes),
+            ctypes.addressof(start),
+            1,
+            ctypes.addressof(failed),
+            stream,
+        )
+        if code:
+            index = failed.value if failed.value < len(sizes) else None
+            raise DriverError(self._cu.CUresult(code).name, code, "cuMemcpyBatchAsync", index=index)
+
+    # kernels
+
+    def library_load(self, image: bytes) -> int:
+        """Compile and load PTX, for every context of the process."""
+        return int(self._do("cuLibraryLoadData", image + b"\0", [], [], 0, [], [], 0))
+
+    def library_unload(self, library: int) -> None:
+        """Unload a library."""
+        self._do("cuLibraryUnload", library)
+
+    def library_kernel(self, library: int, name: str) -> int:
+        """A kernel of a library."""
+        return int(self._do("cuLibraryGetKernel", library, name.encode()))
+
+    def launch(self, kernel: int, ctas: int, threads: int, stream: int, params: int) -> None:
+        """Launch a kernel; `params` is the address of an array of argument addresses, read during the call."""
+        self._do("cuLaunchKernel", kernel, ctas, 1, 1, threads, 1, 1, 0, stream, params, 0)
+
+
+_lock = threading.Lock()
+_driver: CudaDriver | None = None
+_absent: DriverNotFoundError | UnsupportedDriverError | None = None
+_pid = 0
+
+
+def driver() -> CudaDriver:
+    """The driver, started on first use.
+
+    Raises
+    ------
+    DriverNotFoundError
+        There is no driver, no device or no cuda-python.
+    UnsupportedDriverError
+        The driver is older than CUDA 12.0.
+    ForkError
+        It was started in a parent process.
+    """
+    global _driver, _absent, _pid
+    if _driver is not None:
+        if _pid != os.getpid():
+            raise ForkError(f"CUDA was started in process {_pid} and does not survive fork; use spawn")
+        return _driver
+    with _lock:
+        if _driver is None:
+            if _absent is not None:
+                raise _absent.with_traceback(None)
+            try:
+                _driver, _pid = CudaDriver(), os.getpid()
+            except (DriverNotFoundError, UnsupportedDriverError) as error:
+                _absent = error
+                raise
+    return _driver
+
+
+def driver_or_none() -> CudaDriver | None:
+    """The driver, or None where there is none to be had."""
+    try:
+        return driver()
+    except (DriverNotFoundError, UnsupportedDriverError):
+        return None
+
+
+def usable_here() -> bool:
+    """Whether the driver was started, and by this very process (finalizers in a forked child must not call it)."""
+    return _driver is not None and _pid == os.getpid()
+
+
+def install(replacement: CudaDriver | None) -> CudaDriver | None:
+    """Put another driver object in place (None: forget); returns the one before. For tests."""
+    global _driver, _absent, _pid
+    before, _driver, _absent, _pid = _driver, replacement, None, os.getpid()
+    return before

@@ -1,0 +1,115 @@
+"""What an asynchronous operation borrows lives until an event recorded after it: the books of one device."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvraw.runtime.driver import driver
+
+__all__ = ["Completion", "InFlight"]
+
+_log = logging.getLogger("kvraw")
+
+
+class Completion:
+    """One enqueued operation: its event, what must outlive it, and what is to happen once it is over."""
+
+    __slots__ = ("_books", "_event", "_lock", "_refs", "_settle", "error")
+
+    def __init__(self, books: InFlight, event: int, refs: tuple[object, ...], settle: Callable[[], Exception | None]):
+        self._books = books
+        self._event: int | None = event
+        self._refs = refs
+        self._settle = settle
+        self._lock = threading.Lock()
+        self.error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether the operation is over; settles it if so."""
+        event = self._event
+        if event is None:
+            return True
+        with self._lock:
+            if self._event is not None:
+                if not driver().event_done(self._event):
+                    return False
+                self._finish()
+        return True
+
+    def wait(self) -> None:
+        """Wait on the host until the operation is over, with the GIL released."""
+        event = self._event
+        if event is None:
+            return
+        driver().event_synchronize(event)
+        with self._lock:
+            if self._event is not None:
+                self._finish()
+
+    def _finish(self) -> None:
+        assert self._event is not None
+        event, self._event = self._event, None
+        self._refs = ()
+        self.error = self._settle()
+        self._books.retire(self, event)
+
+
+class InFlight:
+    """Operations of one device that are not known to be over, and events to be used again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, Completion] = {}
+        self._events: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(
+        self, stream: int, refs: tuple[object, ...], settle: Callable[[], Exception | None] = lambda: None
+    ) -> Completion:
+        """Record an event on a stream behind an operation, and keep `refs` until it is reached.
+
+        The context of the stream's device is current. `settle` runs once, when the operation is over.
+        """
+        with self._lock:
+            event = self._events.pop() if self._events else 0
+        d = driver()
+        event = event or d.event_create()
+        try:
+            d.event_record(event, stream)
+        except Exception:
+            with self._lock:
+                self._events.append(event)
+            raise
+        completion = Completion(self, event, refs, settle)
+        with self._lock:
+            self._open[id(completion)] = completion
+        return completion
+
+    def retire(self, completion: Completion, event: int) -> None:
+        """Take an operation that is over off the books."""
+        with self._lock:
+            self._open.pop(id(completion), None)
+            self._events.append(event)
+
+    def reap(self, limit: int = 4) -> None:
+        """Settle the oldest operations that are over, without waiting; an error nobody waits for is logged."""
+        for _ in range(limit):
+            with self._lock:
+                oldest = next(iter(self._open.values()), None)
+            if oldest is None or not oldest.done():
+                return
+            if oldest.error is not None:
+                _log.error("%s", oldest.error)
+
+    def drain(self) -> None:
+        """Wait for every operation on the books."""
+        while True:
+            with self._lock:
+                oldest = next(iter(self._open.values()), None)
+            if oldest is None:
+                return
+            oldest.wait()

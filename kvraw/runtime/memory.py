@@ -1,0 +1,194 @@
+"""Device memory, pinned memory, and host memory registered in place."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+
+from kvraw.errors import BoundsError, ClosedError, DriverError
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver, driver_or_none, usable_here
+
+__all__ = ["DeviceBuffer", "PinnedBuffer", "Registration", "Where", "locate"]
+
+REGISTER_STEP = 64 << 30  # one registration of 512 GiB or more fails on r580; stay well below
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where an address range lies.
+
+    Attributes
+    ----------
+    device : int or None
+        The device that holds it; None for host memory.
+    device_address : int
+        Address at which a GPU sees it; 0 for pageable memory.
+    """
+
+    device: int | None
+    device_address: int
+
+
+PAGEABLE = Where(None, 0)
+
+
+def locate(address: int, nbytes: int) -> Where:
+    """Ask the driver where a range lies; a range that is only partly pinned counts as pageable."""
+    d = driver_or_none()
+    info = d.pointer_info(address) if d is not None else None
+    if d is None or info is None:
+        return PAGEABLE
+    if info.kind != "host":
+        return Where(info.device, address)
+    # A range over several registrations is one range for a kernel when they are neighbours at one distance.
+    end = address + max(nbytes, 1)
+    reach, shift = info.base + info.size, info.device_address - address
+    while reach < end:
+        following = d.pointer_info(reach)
+        if following is None or following.kind != "host" or following.device_address - reach != shift:
+            return PAGEABLE
+        reach = following.base + following.size
+    return Where(None, info.device_address)
+
+
+class _Owner:
+    """What has an address, a size and a finalizer; closing is idempotent."""
+
+    address: int
+    nbytes: int
+    _finalizer: weakref.finalize  # type: ignore[type-arg]
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Give it back. Idempotent."""
+        self._finalizer()
+
+    def require_open(self) -> None:
+        """Raise `ClosedError` where it was closed."""
+        if self.closed:
+            raise ClosedError(f"the {type(self).__name__} at {self.address:#x} is closed")
+
+    def __enter__(self) -> _Owner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _free_device(device: int, address: int) -> None:
+    if usable_here():
+        with DeviceScope(device):
+            driver().mem_free(address)
+
+
+class DeviceBuffer(_Owner):
+    """`nbytes` of device memory, freed on close (the driver waits for the device then)."""
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        self.nbytes, self.device = nbytes, device
+        with DeviceScope(device):
+            self.address = driver().mem_alloc(max(nbytes, 1))
+        self._finalizer = weakref.finalize(self, _free_device, device, self.address)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        self.require_open()
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+def _free_pinned(address: int) -> None:
+    if usable_here():
+        driver().host_free(address)
+
+
+class PinnedBuffer(_Owner):
+    """`nbytes` of page-locked host memory from the driver, with the address at which a device sees it."""
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        self.nbytes = nbytes
+        d = driver()
+        with DeviceScope(device):
+            self.address = d.host_alloc(max(nbytes, 1))
+            self._finalizer = weakref.finalize(self, _free_pinned, self.address)
+            try:
+                self.device_address = d.host_device_address(self.address)
+            except BaseException:
+                self.close()
+                raise
+
+
+_lock = threading.Lock()
+_ranges: list[tuple[int, int]] = []  # what kvraw registered: (address, end), sorted
+
+
+def _unregister(device: int, pieces: list[tuple[int, int]], owner: object = None) -> None:
+    if not usable_here():
+        return
+    with _lock, DeviceScope(device):
+        while pieces:
+            address, _ = piece = pieces.pop()
+            driver().host_unregister(address)
+            _ranges.remove(piece)
+
+
+class Registration(_Owner):
+    """Host memory pinned in place, in steps, rolled back whole where a step fails.
+
+    Parameters
+    ----------
+    address, nbytes : int
+        The range. It is borrowed, and must stay mapped until `close`.
+    device : int
+        A device, in whose context the memory is registered; every device can use it.
+    step : int
+        Bytes per registration.
+    owner : object, optional
+        Kept alive until the memory is unregistered.
+
+    Raises
+    ------
+    BoundsError
+        The range overlaps one that is registered already.
+    DriverError
+        The driver refused; nothing stays registered.
+    """
+
+    def __init__(self, address: int, nbytes: int, device: int, step: int = REGISTER_STEP, owner: object = None) -> None:
+        if nbytes <= 0:
+            raise BoundsError(f"nbytes is {nbytes}, must be positive")
+        self.address, self.nbytes, self.device = address, nbytes, device
+        pieces: list[tuple[int, int]] = []
+        d = driver()
+        with DeviceScope(device):
+            try:
+                for at in range(address, address + nbytes, step):
+                    piece = (at, min(at + step, address + nbytes))
+                    with _lock:
+                        near = bisect.bisect_left(_ranges, piece)
+                        for other in _ranges[max(near - 1, 0) : near + 1]:
+                            if other[0] < piece[1] and piece[0] < other[1]:
+                                raise BoundsError(
+                                    f"address {piece[0]:#x}, {piece[1] - piece[0]} bytes overlaps the registration of "
+                                    f"{other[0]:#x}, {other[1] - other[0]} bytes"
+                                )
+                        d.host_register(piece[0], piece[1] - piece[0])
+                        bisect.insort(_ranges, piece)
+                    pieces.append(piece)
+                shifts = {d.host_device_address(at) - at for at, _ in pieces}
+                if len(shifts) > 1:
+                    raise DriverError("CUDA_ERROR_NOT_MAPPED", 211, "cuMemHostGetDevicePointer", "pieces lie apart")
+            except BaseException:
+                _unregister(device, pieces)
+                raise
+        self.device_address = address + shifts.pop()
+        self._finalizer = weakref.finalize(self, _unregister, device, pieces, owner)

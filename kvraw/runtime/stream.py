@@ -1,0 +1,81 @@
+"""Streams and events, ours and other libraries'."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any
+
+from kvraw.errors import ClosedError
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver, usable_here
+
+__all__ = ["Stream", "stream_handle"]
+
+
+def stream_handle(stream: object) -> int:
+    """Handle of a stream: anything with ``__cuda_stream__``, an integer ``cuda_stream``, or an int.
+
+    Raises
+    ------
+    TypeError
+        It is None (there is no implicit stream) or none of the above.
+    """
+    if stream is None:
+        raise TypeError("stream is None; what touches a GPU takes an explicit stream")
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        if not 0 <= stream < 2**64:
+            raise ValueError(f"stream is {stream}, must be a handle in [0, 2**64)")
+        return stream
+    protocol: Any = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        value = protocol() if callable(protocol) else protocol
+        if not (isinstance(value, tuple) and len(value) == 2 and value[0] == 0):
+            raise TypeError(f"stream: __cuda_stream__ gave {value!r}, must be (0, handle)")
+        return int(value[1])
+    handle = getattr(stream, "cuda_stream", None)
+    if isinstance(handle, int):
+        return handle
+    raise TypeError(f"stream is a {type(stream).__name__}; must have __cuda_stream__ or cuda_stream, or be an int")
+
+
+def _destroy(device: int, handle: int) -> None:
+    if usable_here():
+        with DeviceScope(device):
+            driver().stream_destroy(handle)
+
+
+class Stream:
+    """A stream of our own on a device, non-blocking with regard to the legacy default stream."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        with DeviceScope(device):
+            self._handle = driver().stream_create()
+        self._finalizer = weakref.finalize(self, _destroy, device, self._handle)
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle."""
+        if not self._finalizer.alive:
+            raise ClosedError("the stream is closed")
+        return self._handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def synchronize(self) -> None:
+        """Wait on the host for all that the stream was given."""
+        driver().stream_synchronize(self.handle)
+
+    def close(self) -> None:
+        """Destroy the stream; work that it was given still completes. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,108 @@
+"""Carries out a laid case on one engine and hands both arenas back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+import kvraw
+from kvraw.layout import Geometry
+from tests.helpers.cases import Case, Laid
+
+Result = tuple[np.ndarray, np.ndarray]
+
+
+def geometry(laid: Laid) -> Geometry:
+    c = laid.case
+    s = c.shape
+    return Geometry(s.nl, s.nb, s.bs, s.nh, c.hs, c.element, planes=c.planes, block_stride=laid.block_stride)
+
+
+def run(cache: kvraw.PagedCache, chunks: list[object], case: Case, engine: str | None, stream: object = None,
+        ids: object = None) -> kvraw.Transfer:  # fmt: skip
+    function = getattr(kvraw, case.direction + ("_slots" if case.by == "slot" else ""))
+    skip = {"skip_tokens" if case.by == "slot" else "skip_blocks": case.skip}
+    return function(
+        cache,
+        chunks,
+        list(case.ids) if ids is None else ids,
+        chunk_tokens=case.chunk_tokens,
+        chunk_layout=case.layout,
+        engine=engine,
+        stream=stream,
+        **skip,
+    )
+
+
+def on_host(engine: str) -> Callable[[Laid], Result]:
+    def backend(laid: Laid) -> Result:
+        paged, chunks = laid.paged.data.copy(), laid.chunks.data.copy()
+        base, to = int(paged.ctypes.data), int(chunks.ctypes.data)
+        cache = kvraw.PagedCache.from_pointers([base + o for o in laid.paged.offsets], laid.case.format, geometry(laid))
+        views = [chunks[o : o + laid.chunk_bytes] for o in laid.chunks.offsets]
+        assert [int(v.ctypes.data) for v in views] == [to + o for o in laid.chunks.offsets]
+        run(cache, list(views), laid.case, engine).wait()
+        return paged, chunks
+
+    return backend
+
+
+def on_device(laid: Laid, device: int = 0, device_ids: bool = False) -> Result:
+    """The kernel engine, through whichever driver is installed: cache in device memory, chunks in pinned memory."""
+    from kvraw.runtime.context import DeviceScope
+    from kvraw.runtime.driver import driver
+    from kvraw.runtime.memory import PinnedBuffer
+
+    d = driver()
+    with kvraw.Stream(device) as stream, kvraw.DeviceBuffer(len(laid.paged.data), device) as memory:
+        # np.zeros of a pool: host memory that we pin ourselves
+        with kvraw.HostPool(len(laid.paged.data) + len(laid.chunks.data) + 8 * len(laid.case.ids) + 8192, device=device) as p:
+            (up,) = p.chunks(1, len(laid.paged.data))
+            (mid,) = p.chunks(1, len(laid.chunks.data))
+            up.numpy()[:], mid.numpy()[:] = laid.paged.data, laid.chunks.data
+            ids: object = None
+            with DeviceScope(device):
+                d.memcpy_async(memory.address, up.address, up.nbytes, stream.handle)
+            if device_ids:
+                ids = _DeviceIds(laid.case.ids, device, stream)
+            cache = kvraw.PagedCache.from_pointers(
+                [memory.address + o for o in laid.paged.offsets], laid.case.format, geometry(laid), device=device
+            )
+            shift = mid.address
+            chunks: list[object] = [shift + o for o in laid.chunks.offsets]
+            transfer = run(cache, chunks, laid.case, None, stream, ids)
+            transfer.wait()
+            with DeviceScope(device):
+                d.memcpy_async(up.address, memory.address, up.nbytes, stream.handle)
+                stream.synchronize()
+            assert PinnedBuffer is not None
+            return up.numpy().copy(), mid.numpy().copy()
+
+
+class _DeviceIds:
+    """Index values in device memory, as a foreign library would hand them over."""
+
+    def __init__(self, ids: tuple[int, ...], device: int, stream: kvraw.Stream, dtype: str = "int64") -> None:
+        from kvraw.runtime.context import DeviceScope
+        from kvraw.runtime.driver import driver
+
+        self.host = np.array(ids, dtype)
+        self.dtype = dtype
+        self.memory = kvraw.DeviceBuffer(max(self.host.nbytes, 8), device)
+        with DeviceScope(device):
+            driver().memcpy_async(self.memory.address, int(self.host.ctypes.data), self.host.nbytes, stream.handle)
+            stream.synchronize()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {
+            "shape": self.host.shape,
+            "typestr": self.host.dtype.str,
+            "data": (self.memory.address, False),
+            "version": 3,
+        }
+
+
+def device_ids(ids: tuple[int, ...], device: int, stream: kvraw.Stream, dtype: str = "int64") -> object:
+    return _DeviceIds(ids, device, stream, dtype)
