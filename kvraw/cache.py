@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvraw.arrays import ASK_DRIVER, TensorView, pointer_vector, tensor_view
-try:
-    from kvraw.discovery import discover
-except ImportError:
-    pass
+from kvraw.discovery import discover
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import Format
 from kvraw.layout import CacheLayout, Geometry, find_format
@@ -41,6 +38,8 @@ class PagedCache:
         Base addresses in the format's order.
     device : int or None
         The device that holds the cache; None for host memory.
+    plans : dict
+        Transfer plans that were made for the cache, used again by later calls.
     """
 
     def __init__(self, layout: CacheLayout, bases: Any, device: int | None, owner: object = None) -> None:
@@ -48,6 +47,7 @@ class PagedCache:
         self.bases = pointer_vector("pointers", bases)
         self.device = device
         self._owner = owner
+        self.plans: dict[tuple[object, ...], Any] = {}
         if len(self.bases) != layout.pointers:
             raise BoundsError(
                 f"pointers has {len(self.bases)} addresses, format {layout.format.name} with {self.geometry.layers} "

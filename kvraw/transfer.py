@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from kvraw import config
-from kvraw.arrays import ASK_DRIVER, IndexVector, index_vector, is_pointer, tensor_view
-from kvraw.cache import PagedCache, require_host
+from kvraw.arrays import ASK_DRIVER, U64, IndexVector, index_vector
+from kvraw.cache import PagedCache
+from kvraw.chunks import ChunkRow, chunk_bytes
 from kvraw.engines import cpu, reference
 from kvraw.engines.device_state import device_state
 from kvraw.engines.kernel import KernelPlan
-from kvraw.engines.operands import Operands, check_host_index, check_table
+from kvraw.engines.operands import Operands, check_distinct, check_host_index
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import ChunkLayout
 from kvraw.layout import chunk_side, copy_plan, find_chunk_layout
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Completion
-from kvraw.runtime.memory import locate
-from kvraw.runtime.pool import HostChunk, HostPool
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["Transfer", "TransferPlan", "load", "load_slots", "store", "store_slots"]
 
 Direction = Literal["store", "load"]
 
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    address: int
-    nbytes: int | None
-    device: int | None
-    pool: HostPool | None
-    owner: object
-
-
-def _chunk(at: int, chunk: Any) -> _Chunk:
-    if isinstance(chunk, HostChunk):
-        chunk.pool.view(chunk.address, chunk.nbytes)  # raises where the pool is closed
-        return _Chunk(chunk.address, chunk.nbytes, None, chunk.pool, chunk)
-    if is_pointer(chunk):
-        return _Chunk(int(chunk), None, ASK_DRIVER, None, None)
-    view = tensor_view(chunk)
-    if not view.contiguous:
-        raise LayoutError(f"chunks[{at}] has shape {view.shape}, strides {view.strides} bytes; must be contiguous")
-    return _Chunk(view.address, view.nbytes, view.device, None, view.owner)
 
 
 class Transfer:
@@ -133,6 +108,7 @@ class TransferPlan:
         if ctas is not None and ctas <= 0:
             raise BoundsError(f"ctas is {ctas}, must be positive")
         self._ids_name = "slots" if by == "slot" else "block_ids"
+        self._per_chunk, self._paged = chunk_tokens // self.step, paged
         self._cpu = cpu.CpuPlan(self.plan) if self.engine == "cpu" else None
         names = (self._ids_name, "chunks") if store else ("chunks", self._ids_name)
         self._kernel = (
@@ -175,87 +151,54 @@ class TransferPlan:
             A chunk lies where the engine cannot reach it.
         """
         index = index_vector(self._ids_name, ids)
-        items = [_chunk(at, c) for at, c in enumerate(chunks)]
-        self._check(items, index, skip)
+        row = ChunkRow(chunks, self.chunk_bytes)
+        self._check(row, index, skip)
         count = index.count - skip
-        if self.engine == "kernel":
+        if self._kernel is not None:
             handle = stream_handle(stream)
-            return Transfer(self, self._enqueue(items, index, skip, count, handle) if count > 0 else None)
+            return Transfer(self, self._enqueue(row, index, skip, count, handle) if count > 0 else None)
         if index.host is None:
             raise PlacementError(f"{self._ids_name} lie on a device; the {self.engine} engine takes them on the host")
-        for at, item in enumerate(items):
-            if item.device == ASK_DRIVER:
-                require_host(f"chunks[{at}] =", [item.address], self.chunk_bytes)
-            elif item.device is not None:
-                raise PlacementError(
-                    f"chunks[{at}] is memory of device {item.device}; the {self.engine} engine takes host memory"
-                )
+        row.require_host(self.engine)
         if count > 0:
-            src, dst = self._operands(np.array([i.address for i in items], np.uint64), index)
-            copy = self._cpu.copy if self._cpu else lambda *a: reference.copy(self.plan, *a)
-            copy(src, dst, skip, count)
+            src, dst = self._operands(row.addresses, index)
+            if self._cpu is not None:
+                self._cpu.copy(src, dst, skip, count)
+            else:
+                reference.copy(self.plan, src, dst, skip, count)
         return Transfer(self, None)
 
-    def _operands(self, addresses: np.ndarray, index: IndexVector) -> tuple[Operands, Operands]:
+    def _operands(self, addresses: U64, index: IndexVector) -> tuple[Operands, Operands]:
         paged, flat = Operands(self.cache.bases, index), Operands(addresses)
         return (paged, flat) if self.direction == "store" else (flat, paged)
 
-    def _check(self, items: list[_Chunk], index: IndexVector, skip: int) -> None:
+    def _check(self, row: ChunkRow, index: IndexVector, skip: int) -> None:
         if skip < 0:
             raise BoundsError(f"skip is {skip}, must be >= 0")
-        per_chunk = self.chunk_tokens // self.step
-        if index.count > len(items) * per_chunk:
+        if index.count > len(row) * self._per_chunk:
             raise BoundsError(
-                f"chunks has {len(items)} chunks of {per_chunk} {self.by}s each, too few for {index.count} "
+                f"chunks has {len(row)} chunks of {self._per_chunk} {self.by}s each, too few for {index.count} "
                 f"{self._ids_name}"
             )
-        for at, item in enumerate(items):
-            if item.nbytes is not None and item.nbytes != self.chunk_bytes:
-                raise BoundsError(
-                    f"chunks[{at}] has {item.nbytes} bytes, must have {self.chunk_bytes} ({self.chunk_tokens} tokens)"
-                )
-            if not 0 < item.address < 2**64:
-                raise BoundsError(f"chunks[{at}] is {item.address:#x}, must be in (0, 2**64)")
-        paged = self.cache.layout.side(self.by)
-        check_table("pointers", self.cache.bases, paged, self.plan, index.count)
         if index.host is not None and self.check:
-            check_host_index(self._ids_name, index.host, paged, skip)
+            check_host_index(self._ids_name, index.host, self._paged, skip)
             if self.direction == "load":
-                used = np.sort(index.host[skip:])
-                twice = used[1:][(used[1:] == used[:-1]) & (used[1:] >= 0)]
-                if twice.size:
-                    raise BoundsError(f"{self._ids_name} has {twice[0]} more than once; a load writes each once")
+                check_distinct(self._ids_name, index.host, skip)
 
-    def _enqueue(self, items: list[_Chunk], index: IndexVector, skip: int, count: int, stream: int) -> Completion:
+    def _enqueue(self, row: ChunkRow, index: IndexVector, skip: int, count: int, stream: int) -> Completion:
         assert self._kernel is not None
         device = self.cache.device
-        link = False
-        addresses = np.empty(len(items), np.uint64)
         if device is None:
             raise PlacementError("the cache is in host memory; the kernel engine takes a cache on a GPU")
         if index.device not in (None, ASK_DRIVER, device):
             raise PlacementError(f"{self._ids_name} lie on device {index.device}, the cache on device {device}")
-        pools = {id(i.pool): i.pool for i in items if i.pool is not None}
         with DeviceScope(device):
-            for pool in pools.values():
-                pool.pin(device)
-            for at, item in enumerate(items):
-                if item.pool is not None:
-                    addresses[at], link = item.address + item.pool.device_shift, True
-                    continue
-                where = locate(item.address, self.chunk_bytes)
-                if not where.device_address:
-                    raise PlacementError(
-                        f"chunks[{at}] at {item.address:#x} is pageable host memory; the kernel engine takes pinned, "
-                        f"host-registered or device memory (HostPool gives pinned chunks)"
-                    )
-                addresses[at], link = where.device_address, link or where.device is None
+            addresses, link = row.on_device(device)
             src, dst = self._operands(addresses, index)
-            refs = (self.cache, *(i.owner for i in items))
             completion = self._kernel.launch(
-                device_state(device), stream, src, dst, skip, count, link=link, refs=refs
+                device_state(device), stream, src, dst, skip, count, link=link, refs=(self.cache, row.owners)
             )
-        for pool in pools.values():
+        for pool in row.pools:
             pool.borrow(completion)
         return completion
 
@@ -276,37 +219,44 @@ class TransferPlan:
         return "\n".join(lines)
 
 
-_plans_lock = threading.Lock()
-
-
-def _plan_for(cache: PagedCache, chunks: Sequence[Any], chunk_tokens: int | None, key: tuple[Any, ...]) -> TransferPlan:
-    direction, by, chunk_layout, engine, check, ctas = key
-    if chunk_tokens is None:
-        first = _chunk(0, chunks[0]) if len(chunks) else None
-        nbytes = None if first is None else first.nbytes
-        if first is not None and nbytes is None:
-            raise LayoutError("chunks are addresses; pass chunk_tokens=")
-        token = cache.geometry.token_bytes
-        nbytes = nbytes or token * cache.geometry.block_size
-        if nbytes % token:
-            raise BoundsError(f"chunks[0] has {nbytes} bytes, must be a multiple of {token}, the bytes of a token")
-        chunk_tokens = nbytes // token
-    full = (*key, chunk_tokens, config.ENGINE.get())
-    with _plans_lock:
-        plans = cache.__dict__.setdefault("_plans", {})
-        plan = plans.get(full)
-        if plan is None:
-            plan = plans[full] = TransferPlan(
-                cache,
-                direction,
-                chunk_tokens=chunk_tokens,
-                by=by,
-                chunk_layout=chunk_layout,
-                engine=engine,
-                check=check,
-                ctas=ctas,
-            )
-        return plan  # type: ignore[no-any-return]
+def _plan_for(
+    cache: PagedCache,
+    direction: Direction,
+    by: Literal["block", "slot"],
+    chunks: Sequence[Any],
+    chunk_tokens: int | None,
+    chunk_layout: str,
+    engine: str | None,
+    check: bool,
+    ctas: int | None,
+) -> TransferPlan:
+    """The plan for these arguments, kept with the cache."""
+    nbytes = chunk_bytes(chunks[0]) if chunk_tokens is None and len(chunks) else None
+    key = (direction, by, chunk_tokens, nbytes, chunk_layout, engine, check, ctas)
+    plan: TransferPlan | None = cache.plans.get(key)
+    if plan is None:
+        geometry = cache.geometry
+        if chunk_tokens is None:
+            if nbytes is None and len(chunks):
+                raise LayoutError("chunks are addresses; pass chunk_tokens=")
+            nbytes = nbytes or geometry.block_size * geometry.token_bytes
+            if nbytes % geometry.token_bytes:
+                raise BoundsError(
+                    f"chunks[0] has {nbytes} bytes, must be a multiple of {geometry.token_bytes}, the bytes of a token"
+                )
+            chunk_tokens = nbytes // geometry.token_bytes
+        plan = TransferPlan(
+            cache,
+            direction,
+            chunk_tokens=chunk_tokens,
+            by=by,
+            chunk_layout=chunk_layout,
+            engine=engine,
+            check=check,
+            ctas=ctas,
+        )
+        cache.plans[key] = plan
+    return plan
 
 
 def store(
@@ -326,7 +276,7 @@ def store(
 
     `chunk_tokens` defaults to what the chunks' size says. The plan is kept with the cache and used again.
     """
-    plan = _plan_for(cache, chunks, chunk_tokens, ("store", "block", chunk_layout, engine, check, ctas))
+    plan = _plan_for(cache, "store", "block", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
     return plan(chunks, block_ids, skip=skip_blocks, stream=stream)
 
 
@@ -344,7 +294,7 @@ def load(
     ctas: int | None = None,
 ) -> Transfer:
     """Copy chunks to blocks of a cache; see `TransferPlan` for the arguments and errors."""
-    plan = _plan_for(cache, chunks, chunk_tokens, ("load", "block", chunk_layout, engine, check, ctas))
+    plan = _plan_for(cache, "load", "block", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
     return plan(chunks, block_ids, skip=skip_blocks, stream=stream)
 
 
@@ -362,7 +312,7 @@ def store_slots(
     ctas: int | None = None,
 ) -> Transfer:
     """Copy single tokens of a cache to chunks, by slot mapping; a negative slot leaves its token out."""
-    plan = _plan_for(cache, chunks, chunk_tokens, ("store", "slot", chunk_layout, engine, check, ctas))
+    plan = _plan_for(cache, "store", "slot", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
     return plan(chunks, slots, skip=skip_tokens, stream=stream)
 
 
@@ -380,5 +330,5 @@ def load_slots(
     ctas: int | None = None,
 ) -> Transfer:
     """Copy chunks to single tokens of a cache, by slot mapping; a negative slot leaves its token out."""
-    plan = _plan_for(cache, chunks, chunk_tokens, ("load", "slot", chunk_layout, engine, check, ctas))
+    plan = _plan_for(cache, "load", "slot", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
     return plan(chunks, slots, skip=skip_tokens, stream=stream)

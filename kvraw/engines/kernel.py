@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvraw import config
+from kvraw.arrays import U64
 from kvraw.engines import kernel_args as ka
 from kvraw.engines.device_state import DeviceState, StatusWord, Upload
 from kvraw.engines.operands import Operands
@@ -18,10 +19,11 @@ from kvraw.ptx.loader import read_ptx
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.module import ArgumentBlock, Kernel
 
-__all__ = ["KernelPlan", "LaunchShape", "copy_kernel", "launch_shape"]
+__all__ = ["KernelPlan", "copy_kernel", "launch_shape"]
 
 THREADS = 1024
-LINK_CTAS = 16  # enough to saturate PCIe 5 x16 on an H200 with margin (benchmarks/README.md)
+LINK_CTAS = 16  # saturates PCIe 5 x16 on an H200 with margin (benchmarks/README.md)
+_SIDES = ("src", "dst")
 
 
 @functools.cache
@@ -30,19 +32,41 @@ def copy_kernel(width: int) -> Kernel:
     return Kernel(read_ptx(f"copy_v{width}.ptx"), f"kvraw_copy_v{width}")
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchShape:
-    """Thread blocks and threads per block of a launch."""
-
-    ctas: int
-    threads: int
-
-
-def launch_shape(segments: int, most: int) -> LaunchShape:
-    """At most `most` thread blocks, no more warps than there are groups of 32 segments."""
+def launch_shape(segments: int, most: int) -> tuple[int, int]:
+    """Thread blocks and threads of a launch: at most `most` blocks, no more warps than groups of 32 segments."""
     groups = -(-segments // 32)
     warps = max(min(THREADS // 32, -(-groups // most)), 1)
-    return LaunchShape(min(most, -(-groups // warps)), warps * 32)
+    return min(most, -(-groups // warps)), warps * 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A table or a host index of one side, and where it goes: into the block's words, or through an upload."""
+
+    side: int
+    index: bool
+    at: int  # in words
+    inline: bool
+
+
+class _Arrangement:
+    """Where tables and indices of calls of one kind go. Made once per kind, used again by every such call."""
+
+    def __init__(self, lengths: tuple[int, int, int, int]) -> None:
+        # Tables of source and destination, then their host indices (-1: none); the longest leave the block first.
+        room, inline = ka.WORDS, set()
+        for k in sorted(range(4), key=lambda k: lengths[k]):
+            if 0 <= lengths[k] <= room:
+                room -= lengths[k]
+                inline.add(k)
+        self.pieces: list[_Piece] = []
+        ends = [0, 0]  # words of the upload, words of the block
+        for k, length in enumerate(lengths):
+            if length >= 0:
+                fits = k in inline
+                self.pieces.append(_Piece(k % 2, k >= 2, ends[fits], fits))
+                ends[fits] += length
+        self.upload_words = ends[0]
 
 
 class KernelPlan:
@@ -70,18 +94,19 @@ class KernelPlan:
     ) -> None:
         self.plan, self.ctas, self.check, self.names = plan, ctas, check, names
         self._block = ArgumentBlock(ka.ARGS)
-        self._width = 0
-        self._split = 0
+        self._long = self._block.record.view(np.uint64)
+        self._short = self._block.record.view(np.uint32)
         self._lock = threading.Lock()
-        ka.fill_plan(self._block.record, plan, check)
+        self._kind: tuple[object, ...] = ()
+        self._arrangement = _Arrangement((-1, -1, -1, -1))
+        self._width = self._split = 0
+        self._written: list[U64 | None] = [None, None]  # tables that stand in the words already
+        self._bits: list[int] = [0, 0]
+        ka.fill_plan(self._block.record, plan)
 
     def most_ctas(self, link: bool, multiprocessors: int) -> int:
         """Most thread blocks of a launch; `link` says that host memory takes part."""
         return self.ctas or config.CTAS.get() or (LINK_CTAS if link else 2 * multiprocessors)
-
-    def width(self, src: Operands, dst: Operands) -> int:
-        """Bytes per access for these base addresses."""
-        return self.plan.width(int(np.bitwise_or.reduce(src.bases)), int(np.bitwise_or.reduce(dst.bases)))
 
     def launch(
         self,
@@ -97,84 +122,84 @@ class KernelPlan:
     ) -> Completion:
         """Enqueue the plan for items `first` to `first + count` on a stream.
 
-        Bases and indices are read during the call; `refs`, and indices that lie on the device, are kept until the
-        copy is over. The context of the device is current.
+        Bases and host indices are read during the call; a table that is the same object as in the call before is taken
+        as unchanged. `refs`, and indices on the device, are kept until the copy is over. The device's context is current.
 
         Returns
         -------
         Completion
             Its `error` is a `BoundsError` where the kernel met a bad index.
         """
-        plan = self.plan
         state.books.reap()
         status: StatusWord | None = None
         upload: Upload | None = None
-        try:
-            with self._lock:
-                args = self._block.record
-                a = args[0]
-                width = self.width(src, dst)
-                if width != self._width:
-                    self._split, self._width = ka.fill_width(args, plan, width), width
-                on_device = [o.index is not None and o.index.host is None for o in (src, dst)]
-                ka.fill_side(args, "src", plan.src_flat, src.index, self.check and on_device[0])
-                ka.fill_side(args, "dst", plan.dst_flat, dst.index, self.check and on_device[1])
-                if self.check and any(on_device):
-                    status = state.take_status()
-                a["status"] = status.device_address if status else 0
-                upload = self._place(state, stream, src, dst, first, count)
-                segments = count * plan.runs_per_item * self._split
-                a["segments"], a["first_item"] = segments, first
-                shape = launch_shape(segments, self.most_ctas(link, state.multiprocessors))
-                copy_kernel(width).launch(shape.ctas, shape.threads, stream, self._block)
-            used = (self, src.index, dst.index, *refs)
-            return state.books.open(stream, used, functools.partial(self._settle, state, status, upload))
-        except BaseException:
-            # Work that was enqueued before the failure may still use them: they are dropped, not used again.
-            if status is not None and upload is None:
-                state.give_status(status)
-            raise
+        with self._lock:
+            kind = (len(src.bases), len(dst.bases), count, _kind(src), _kind(dst))
+            if kind != self._kind:
+                self._arrange(src, dst, count)
+                self._kind = kind
+            if self.check and (kind[3] > 1 or kind[4] > 1):
+                status = state.take_status()
+            long = self._long
+            long[ka.STATUS] = status.device_address if status else 0
+            long[ka.FIRST_ITEM] = first
+            if self._arrangement.upload_words:
+                upload = state.take_upload(self._arrangement.upload_words)
+            self._write((src, dst), first, count, upload)
+            width = self.plan.width(*self._bits)
+            if width != self._width:
+                self._split, self._width = ka.fill_width(self._block.record, self.plan, width), width
+            segments = count * self.plan.runs_per_item * self._split
+            long[ka.SEGMENTS] = segments
+            ctas, threads = launch_shape(segments, self.most_ctas(link, state.multiprocessors))
+            if upload is not None:
+                upload.send(self._arrangement.upload_words, stream)
+            copy_kernel(width).launch(ctas, threads, stream, self._block)
+        # A failure before this line drops status and upload instead of using them again: work may still hold them.
+        settle = None if status is None and upload is None else functools.partial(self._settle, state, status, upload)
+        return state.books.open(stream, (self, src.index, dst.index, refs), settle)
 
-    def _place(
-        self, state: DeviceState, stream: int, src: Operands, dst: Operands, first: int, count: int
-    ) -> Upload | None:
-        """Put tables and host indices into the block; what does not fit goes to the device through an upload."""
-        a = self._block.record[0]
-        words = a["words"]
-        pieces = []
-        for name, side in (("src", src), ("dst", dst)):
-            pieces.append((name, "table", side.bases, 0, ka.TABLE_INLINE))
-        for name, side in (("src", src), ("dst", dst)):
-            if side.host_index is not None:
-                pieces.append((name, "index", side.host_index[first : first + count], first, ka.INDEX_INLINE))
-            elif side.index is not None:
-                a[name]["index"] = side.index.address
-        spilled = []
-        room = ka.WORDS
-        for piece in sorted(pieces, key=lambda p: len(p[2])):
-            if len(piece[2]) > room:
-                spilled.append(piece)
+    def _arrange(self, src: Operands, dst: Operands, count: int) -> None:
+        """Decide where tables and indices go, and write the flags that say so."""
+        counts = [count if o.host_index is not None else -1 for o in (src, dst)]
+        self._arrangement = _Arrangement((len(src.bases), len(dst.bases), *counts))
+        self._written = [None, None]
+        for k, (side, operands) in enumerate(((self.plan.src_flat, src), (self.plan.dst_flat, dst))):
+            flags = ka.SKIP_NEGATIVE if side.skip_negative else 0
+            if operands.index is not None:
+                flags |= ka.INDEX_I64 if operands.index.width == 8 else ka.INDEX_I32
+                if operands.index.host is None and self.check:
+                    flags |= ka.CHECK
+            for piece in self._arrangement.pieces:
+                if piece.side == k and piece.inline:
+                    flags = flags & ~ka.INDEX_I64 | ka.INDEX_INLINE if piece.index else flags | ka.TABLE_INLINE
+            self._short[ka.FLAGS[k]] = flags
+
+    def _write(self, sides: tuple[Operands, Operands], first: int, count: int, upload: Upload | None) -> None:
+        """Write tables and indices of one call into the block's words or into the upload."""
+        long = self._long
+        for piece in self._arrangement.pieces:
+            operands = sides[piece.side]
+            if piece.index:
+                assert operands.index is not None and operands.index.host is not None
+                values = operands.index.host[first : first + count].view(np.uint64)
+                field, skipped = ka.INDEX[piece.side], first
             else:
-                room -= len(piece[2])
-        at = 0
-        for piece in pieces:
-            name, field, values, skipped, flag = piece
-            if not any(piece is s for s in spilled):
-                words[at : at + len(values)] = values.view(np.uint64)
-                a[name][field] = (at - skipped) % 2**64
-                a[name]["flags"] = (int(a[name]["flags"]) & ~(ka.INDEX_I64 if field == "index" else 0)) | flag
-                at += len(values)
-        if not spilled:
-            return None
-        total = sum(len(p[2]) for p in spilled)
-        upload = state.take_upload(total)
-        at = 0
-        for name, field, values, skipped, _ in spilled:
-            upload.words[at : at + len(values)] = values.view(np.uint64)
-            a[name][field] = (upload.device.address + (at - skipped) * 8) % 2**64
-            at += len(values)
-        upload.send(total, stream)
-        return upload
+                values, field, skipped = operands.bases, ka.TABLE[piece.side], 0
+                if self._written[piece.side] is values and piece.inline:
+                    continue
+                self._written[piece.side] = values
+                self._bits[piece.side] = int(np.bitwise_or.reduce(values))
+            if piece.inline:
+                long[ka.WORDS_AT + piece.at : ka.WORDS_AT + piece.at + len(values)] = values
+                long[field] = (piece.at - skipped) % 2**64
+            else:
+                assert upload is not None
+                upload.words[piece.at : piece.at + len(values)] = values
+                long[field] = (upload.device.address + (piece.at - skipped) * 8) % 2**64
+        for k, operands in enumerate(sides):
+            if operands.index is not None and operands.index.host is None:
+                long[ka.INDEX[k]] = operands.index.address
 
     def _settle(self, state: DeviceState, status: StatusWord | None, upload: Upload | None) -> Exception | None:
         if upload is not None:
@@ -190,3 +215,9 @@ class KernelPlan:
             f"{self.names[where & 1]}[{(where >> 1) - 1}] is {value}, must be in [0, {side.limit}); the kernel left out "
             f"every such entry"
         )
+
+
+def _kind(operands: Operands) -> int:
+    """0 no index, 1 index on the host, 8 or 4 the width of an index on the device."""
+    index = operands.index
+    return 0 if index is None else 1 if index.host is not None else index.width

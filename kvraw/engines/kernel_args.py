@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvraw.arrays import IndexVector
-from kvraw.plan import MAX_DIMS, CopyPlan, Dim, Side
+from kvraw.plan import MAX_DIMS, CopyPlan, Dim
 
-__all__ = ["ARGS", "SIDE", "WORDS", "fill_plan", "fill_side", "fill_width"]
+__all__ = ["ARGS", "SIDE", "WORDS", "fill_plan", "fill_width"]
 
 WORDS = 448
 SEGMENT_VECTORS = 128  # at 16 bytes: 2 KiB, what one lane addresses at a time
@@ -40,6 +39,22 @@ ARGS = np.dtype(
 )
 
 
+def _position(path: str, unit: int) -> int:
+    """Where a field stands, counted in words of `unit` bytes."""
+    at, dtype = 0, ARGS
+    for name in path.split("."):
+        assert dtype.fields is not None
+        dtype, offset = dtype.fields[name][:2]
+        at += offset
+    return at // unit
+
+
+# Positions of what changes from call to call, in the block seen as one uint64 (FLAGS: uint32) vector.
+TABLE, INDEX = ([_position(f"{side}.{name}", 8) for side in ("src", "dst")] for name in ("table", "index"))
+FLAGS = [_position(f"{side}.flags", 4) for side in ("src", "dst")]
+SEGMENTS, FIRST_ITEM, STATUS, WORDS_AT = (_position(n, 8) for n in ("segments", "first_item", "status", "words"))
+
+
 def divider(d: int) -> tuple[int, int]:
     """Multiplier and shift that divide any n < 2**63 by d: ``(n * 2 * magic >> 64) >> shift``.
 
@@ -54,7 +69,7 @@ def _bits(value: int) -> int:
     return value % 2**64
 
 
-def fill_plan(args: np.ndarray, plan: CopyPlan, check: bool) -> None:
+def fill_plan(args: np.ndarray, plan: CopyPlan) -> None:
     """Write what does not change between calls of a plan."""
     a = args[0]
     dims = [*plan.dims, *[Dim(1, 0, 0)] * (MAX_DIMS - len(plan.dims))]
@@ -70,7 +85,6 @@ def fill_plan(args: np.ndarray, plan: CopyPlan, check: bool) -> None:
         s["outer"], s["inner"], s["table_outer"] = _bits(side.outer), _bits(side.inner), side.table_outer
         s["stride"] = [_bits(x) for x in stride]
         s["table_stride"] = table
-        s["flags"] = (SKIP_NEGATIVE if side.skip_negative else 0) | (CHECK if check else 0)
 
 
 def fill_width(args: np.ndarray, plan: CopyPlan, width: int) -> int:
@@ -84,11 +98,3 @@ def fill_width(args: np.ndarray, plan: CopyPlan, width: int) -> int:
     a["split_magic"], a["split_shift"] = divider(split)
     a["vector_magic"] = -(-(1 << 31) // segment)
     return split
-
-
-def fill_side(args: np.ndarray, name: str, side: Side, index: IndexVector | None, checked: bool) -> None:
-    """Write the flags of a side for one call: what kind of index it has, and whether the kernel is to check it."""
-    flags = (SKIP_NEGATIVE if side.skip_negative else 0) | (CHECK if checked else 0)
-    if index is not None:
-        flags |= INDEX_I64 if index.width == 8 else INDEX_I32
-    args[0][name]["flags"] = flags

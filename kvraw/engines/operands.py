@@ -8,9 +8,9 @@ import numpy as np
 
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.errors import BoundsError
-from kvraw.plan import CopyPlan, Side
+from kvraw.plan import Side
 
-__all__ = ["Operands", "check_host_index", "check_table"]
+__all__ = ["Operands", "check_distinct", "check_host_index"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +43,27 @@ def check_host_index(name: str, index: I64, side: Side, first: int) -> None:
         Names the argument, the position, the value and the bound.
     """
     used = index[first:]
-    if used.size == 0:
+    # As unsigned numbers, negative ones are above every limit: one pass tells for both ends.
+    if used.size == 0 or int(np.maximum.reduce(used.view(np.uint64))) < side.limit:
         return
-    low, high = int(used.min()), int(used.max())
-    if high >= side.limit or (low < 0 and not side.skip_negative):
-        bad = (used >= side.limit) | ((used < 0) & (not side.skip_negative))
+    bad = (used >= side.limit) | ((used < 0) & (not side.skip_negative))
+    if bad.any():
         at = int(np.argmax(bad))
         negative = " (or negative: left out)" if side.skip_negative else ""
         raise BoundsError(f"{name}[{first + at}] is {used[at]}, must be in [0, {side.limit}){negative}")
 
 
-def check_table(name: str, bases: U64, side: Side, plan: CopyPlan, end: int) -> None:
-    """Check that the table holds every base that items below `end` reach.
+def check_distinct(name: str, index: I64, first: int) -> None:
+    """Check that no index value behind `first` stands twice; negative ones do not count.
 
     Raises
     ------
     BoundsError
-        The table is too short; names both lengths.
+        Names the argument and the value.
     """
-    need = side.entries
-    if side.table_outer:
-        need = -(-end // side.page) * side.table_outer
-    if len(bases) < need:
-        raise BoundsError(f"{name} has {len(bases)} base addresses, must have at least {need}")
+    used = np.sort(index[first:])
+    twice = used[1:] == used[:-1]
+    if twice.any():
+        values = used[1:][twice & (used[1:] >= 0)]
+        if values.size:
+            raise BoundsError(f"{name} has {values[0]} more than once; a load writes each once")

@@ -18,7 +18,7 @@ class Completion:
 
     __slots__ = ("_books", "_event", "_lock", "_refs", "_settle", "error")
 
-    def __init__(self, books: InFlight, event: int, refs: tuple[object, ...], settle: Callable[[], Exception | None]):
+    def __init__(self, books: InFlight, event: int, refs: tuple[object, ...], settle: Callable[[], Exception | None] | None = None):
         self._books = books
         self._event: int | None = event
         self._refs = refs
@@ -52,7 +52,8 @@ class Completion:
         assert self._event is not None
         event, self._event = self._event, None
         self._refs = ()
-        self.error = self._settle()
+        if self._settle is not None:
+            self.error, self._settle = self._settle(), None
         self._books.retire(self, event)
 
 
@@ -68,7 +69,7 @@ class InFlight:
         return len(self._open)
 
     def open(
-        self, stream: int, refs: tuple[object, ...], settle: Callable[[], Exception | None] = lambda: None
+        self, stream: int, refs: tuple[object, ...], settle: Callable[[], Exception | None] | None = None
     ) -> Completion:
         """Record an event on a stream behind an operation, and keep `refs` until it is reached.
 

@@ -118,7 +118,9 @@ class HostPool:
 
     def pin(self, device: int) -> None:
         """Populate the memory and register it with the driver, in a context of this device. Idempotent."""
-        self._require_open()
+        self.require_open()
+        if self._registration is not None:
+            return
         with self._lock:
             if self._registration is None:
                 memory = self._memory
@@ -138,7 +140,7 @@ class HostPool:
         MemoryError
             They do not fit; says what was asked for, what is free and the largest hole.
         """
-        self._require_open()
+        self.require_open()
         if count < 0 or nbytes <= 0:
             raise BoundsError(f"count is {count}, nbytes {nbytes}: must be >= 0 and > 0")
         size = -(-nbytes // self.ALIGNMENT) * self.ALIGNMENT
@@ -168,7 +170,7 @@ class HostPool:
         ValueError
             One of them is not a live chunk of this pool; those before it are given back.
         """
-        self._require_open()
+        self.require_open()
         with self._lock:
             for chunk in chunks:
                 if chunk.pool is not self or chunk.address - self.address not in self._live:
@@ -187,7 +189,7 @@ class HostPool:
 
     def view(self, address: int, nbytes: int) -> np.ndarray:
         """Bytes of the pool as an array; it keeps the memory alive."""
-        self._require_open()
+        self.require_open()
         offset = address - self.address
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise BoundsError(f"address {address:#x} with {nbytes} bytes lies outside the pool")
@@ -230,7 +232,8 @@ class HostPool:
             self._registration = None
         self._bytes = np.empty(0, np.uint8)
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raise `ClosedError` where the pool was closed."""
         if self._closed:
             raise ClosedError("the pool is closed")
 

@@ -159,12 +159,14 @@ def _view(dtype: np.dtype[Any], count: int) -> Array:
 
 
 def _places(addresses: Addresses, nbytes: int) -> npt.NDArray[np.int64]:
-    return ((addresses - np.uint64(_BASE)) // np.uint64(nbytes)).view(np.int64)
+    distance: Addresses = np.subtract(addresses, np.uint64(_BASE))
+    return np.right_shift(distance, np.uint64(nbytes.bit_length() - 1)).view(np.int64)
 
 
 def gather(addresses: Addresses, dtype: np.dtype[Any], count: int) -> Array:
     """Read `count` elements at each address, already checked; shape (lanes,) or (lanes, count)."""
-    return _view(dtype, count).take(_places(addresses, dtype.itemsize * count), axis=0)
+    found: Array = _view(dtype, count).take(_places(addresses, dtype.itemsize * count), axis=0)
+    return found
 
 
 def scatter(addresses: Addresses, values: Array, count: int) -> None:

@@ -56,7 +56,7 @@ def _high_u64(a: Array, b: Array) -> Array:
     a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
     middle = a1 * b0 + (a0 * b0 >> half)
     other = a0 * b1 + (middle & low)
-    return a1 * b1 + (middle >> half) + (other >> half)
+    return np.add(a1 * b1 + (middle >> half), other >> half)
 
 
 def _high(kind: str) -> Callable[[Array, Array], Array]:
@@ -77,7 +77,7 @@ def _high(kind: str) -> Callable[[Array, Array], Array]:
 
 def _divide(kind: str) -> Callable[[Array, Array], Array]:
     def unsigned(a: Array, b: Array) -> Array:
-        return a // np.where(b == 0, b.dtype.type(1), b)
+        return np.floor_divide(a, np.where(b == 0, b.dtype.type(1), b))
 
     def signed(a: Array, b: Array) -> Array:
         magnitude = f"u{_bits(kind)}"
@@ -89,7 +89,7 @@ def _divide(kind: str) -> Callable[[Array, Array], Array]:
 
 def _remainder(kind: str) -> Callable[[Array, Array], Array]:
     divide = _divide(kind)
-    return lambda a, b: a - divide(a, b) * b
+    return lambda a, b: np.subtract(a, divide(a, b) * b)
 
 
 def _shift_left(a: Array, b: Array) -> Array:
@@ -100,7 +100,7 @@ def _shift_left(a: Array, b: Array) -> Array:
 def _shift_right(a: Array, b: Array) -> Array:
     width = a.dtype.itemsize * 8
     if a.dtype.kind == "i":
-        return a >> np.minimum(b, np.uint32(width - 1)).astype(a.dtype)
+        return np.right_shift(a, np.minimum(b, np.uint32(width - 1)).astype(a.dtype))
     return np.where(b < width, a >> (b & np.uint32(width - 1)).astype(a.dtype), a.dtype.type(0))
 
 
@@ -143,7 +143,7 @@ def _insert(kind: str) -> Callable[[Array, Array, Array, Array], Array]:
     def insert(a: Array, b: Array, c: Array, d: Array) -> Array:
         start, length = _as(c, "u32") & np.uint32(255), _as(d, "u64") & np.uint64(255)
         mask = _shift_left(_as(_ones(length, width), kind), start)
-        return (b & ~mask) | (_shift_left(a, start) & mask)
+        return np.bitwise_or(b & ~mask, _shift_left(a, start) & mask)
 
     return insert
 
@@ -176,14 +176,16 @@ def _permute(mode: str) -> Callable[[Array, Array, Array], Array]:
 
 
 def _popcount(a: Array) -> Array:
-    return np.unpackbits(np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1), axis=1).sum(1, dtype=np.uint32)
+    bits = np.unpackbits(np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1), axis=1)
+    count: Array = bits.sum(1, dtype=np.uint32)
+    return count
 
 
 def _leading_zeros(a: Array) -> Array:
     width = a.dtype.itemsize * 8
     for shift in (1, 2, 4, 8, 16, 32)[: width.bit_length() - 1]:
         a = a | (a >> a.dtype.type(shift))  # all bits below the highest
-    return np.uint32(width) - _popcount(a)
+    return np.subtract(np.uint32(width), _popcount(a))
 
 
 def _reverse(a: Array) -> Array:
@@ -284,13 +286,50 @@ def _logic() -> None:
 def _selection() -> None:
     for kind in (*_BITS, *_INTEGERS, "f32", "f64"):
         OPS[f"selp.{kind}"] = Op((kind,), (kind, kind, "pred"), lambda a, b, c: np.where(c, a, b))
-    for kind in ("u64", "u32"):
-        for direction in ("", "to."):
-            for space in ("global", "shared"):
-                if space == "global" or direction:
-                    continue
-        OPS[f"cvta.to.global.{kind}"] = Op((kind,), (kind,), np.positive)
-        OPS[f"cvta.global.{kind}"] = Op((kind,), (kind,), np.positive)
+    for name in ("cvta.to.global.u64", "cvta.global.u64"):  # global addresses are generic addresses
+        OPS[name] = Op(("u64",), ("u64",), np.positive)
+
+
+_COMPARE: dict[str, Callable[..., Array]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+_UNSIGNED_COMPARE = {"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
+COMBINE: dict[str, Callable[..., Array]] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+
+
+def comparisons(kind: str, compares: dict[str, Callable[..., Array]]) -> None:
+    """Add the forms of `setp` for one type: plain, and combined with a third predicate."""
+    for name, compare in compares.items():
+
+        def plain(a: Array, b: Array, compare: Callable[..., Array] = compare) -> tuple[Array, Array]:
+            found = compare(a, b)
+            return found, ~found
+
+        OPS[f"setp.{name}.{kind}"] = Op(("pred", "pred"), (kind, kind), plain)
+        for word, combine in COMBINE.items():
+
+            def combined(
+                a: Array,
+                b: Array,
+                c: Array,
+                compare: Callable[..., Array] = compare,
+                combine: Callable[..., Array] = combine,
+            ) -> tuple[Array, Array]:
+                found = compare(a, b)
+                return combine(found, c), combine(~found, c)
+
+            OPS[f"setp.{name}.{word}.{kind}"] = Op(("pred", "pred"), (kind, kind, "pred"), combined)
+
+
+def _comparisons() -> None:
+    for kind in (*_BITS, *_INTEGERS):
+        equality = {name: _COMPARE[name] for name in ("eq", "ne")}
+        comparisons(kind, {"b": equality, "s": _COMPARE, "u": _COMPARE | _UNSIGNED_COMPARE}[kind[0]])
 
 
 def _conversions() -> None:
@@ -305,4 +344,5 @@ def _conversions() -> None:
 _arithmetic()
 _logic()
 _selection()
+_comparisons()
 _conversions()

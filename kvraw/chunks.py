@@ -1,0 +1,123 @@
+"""Takes in a row of chunks: where each lies, and what must outlive their use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvraw.arrays import ASK_DRIVER, U64, is_pointer, tensor_view
+from kvraw.cache import require_host
+from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.runtime.memory import locate
+from kvraw.runtime.pool import HostChunk, HostPool
+
+__all__ = ["ChunkRow", "chunk_bytes"]
+
+
+def chunk_bytes(chunk: Any) -> int | None:
+    """Bytes of a chunk; None where it is a plain address."""
+    if isinstance(chunk, HostChunk):
+        return chunk.nbytes
+    return None if is_pointer(chunk) else tensor_view(chunk).nbytes
+
+
+class ChunkRow:
+    """Chunks in order, checked for size; each a `HostChunk`, a tensor or array of any library, or an address.
+
+    Attributes
+    ----------
+    addresses : numpy.ndarray of uint64
+        As the host sees them (or the device, for chunks in device memory).
+    pools : list of HostPool
+        The pools that chunks come from.
+    owners : list
+        What to keep alive.
+
+    Raises
+    ------
+    BoundsError
+        A chunk has the wrong size, or its address is not in (0, 2**64).
+    LayoutError
+        A chunk has gaps.
+    ClosedError
+        A chunk's pool is closed.
+    """
+
+    __slots__ = ("_foreign", "addresses", "nbytes", "owners", "pools")
+
+    def __init__(self, chunks: Sequence[Any], nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.pools: list[HostPool] = []
+        self.owners: list[Any] = list(chunks)
+        self._foreign: list[tuple[int, int | None]] = []  # (position, device) of what is no chunk of a pool
+        addresses = [0] * len(self.owners)
+        last: HostPool | None = None
+        for at, chunk in enumerate(self.owners):
+            if type(chunk) is HostChunk:
+                addresses[at], size = chunk.address, chunk.nbytes
+                if chunk.pool is not last:
+                    last = chunk.pool
+                    last.require_open()
+                    if last not in self.pools:
+                        self.pools.append(last)
+            else:
+                addresses[at], size, device = self._take(at, chunk)
+                self._foreign.append((at, device))
+            if size != nbytes:
+                raise BoundsError(f"chunks[{at}] has {size} bytes, must have {nbytes}")
+        self.addresses: U64 = np.array(addresses, np.uint64)
+
+    def _take(self, at: int, chunk: Any) -> tuple[int, int, int | None]:
+        if is_pointer(chunk):
+            if not 0 < chunk < 2**64 - self.nbytes:
+                raise BoundsError(f"chunks[{at}] is {chunk}, must be an address in (0, 2**64) with {self.nbytes} bytes")
+            return int(chunk), self.nbytes, ASK_DRIVER
+        view = tensor_view(chunk)
+        if not view.contiguous:
+            raise LayoutError(f"chunks[{at}] has shape {view.shape}, strides {view.strides} bytes; must have no gaps")
+        self.owners[at] = view.owner
+        return view.address, view.nbytes, view.device
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def require_host(self, engine: str) -> None:
+        """Raise `PlacementError` where a chunk is device memory."""
+        for at, device in self._foreign:
+            if device == ASK_DRIVER:
+                require_host(f"chunks[{at}] =", [int(self.addresses[at])], self.nbytes)
+            elif device is not None:
+                raise PlacementError(f"chunks[{at}] is memory of device {device}; the {engine} engine takes host memory")
+
+    def on_device(self, device: int) -> tuple[U64, bool]:
+        """Addresses as this device sees them, and whether host memory is among them. The device's context is current.
+
+        Pools that are not pinned yet are pinned.
+
+        Raises
+        ------
+        PlacementError
+            A chunk is pageable host memory.
+        """
+        addresses, link = self.addresses, bool(self.pools)
+        for pool in self.pools:
+            pool.pin(device)
+        if len(self.pools) == 1 and not self._foreign:
+            shift = self.pools[0].device_shift
+            return (addresses + np.uint64(shift % 2**64) if shift else addresses), link
+        addresses = addresses.copy()
+        foreign = dict(self._foreign)
+        for at, chunk in enumerate(self.owners):
+            if at not in foreign:
+                addresses[at] = chunk.address + chunk.pool.device_shift
+                continue
+            where = locate(int(addresses[at]), self.nbytes)
+            if not where.device_address:
+                raise PlacementError(
+                    f"chunks[{at}] at {int(addresses[at]):#x} is pageable host memory; the kernel engine takes pinned, "
+                    f"host-registered or device memory (a HostPool gives pinned chunks)"
+                )
+            addresses[at], link = where.device_address, link or where.device is None
+        return addresses, link
