@@ -19,21 +19,23 @@ from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 
 DEVICE = 0
-ROUNDS = 12
+ROUNDS = 8
+CALLS = 4
 
 
 def gpu_seconds(work: Callable[[], None], stream: kvraw.Stream, rounds: int = ROUNDS) -> float:
-    """Median device time of `work`, by events, after two warm-ups."""
+    """Median device time of one call of `work`, by events around `CALLS` calls in a row, after two warm-ups."""
     d = driver()
     start, end = d.event_create(timing=True), d.event_create(timing=True)
     times = []
     for k in range(rounds + 2):
         d.event_record(start, stream.handle)
-        work()
+        for _ in range(CALLS):
+            work()
         d.event_record(end, stream.handle)
         d.event_synchronize(end)
         if k >= 2:
-            times.append(d.event_milliseconds(start, end) / 1e3)
+            times.append(d.event_milliseconds(start, end) / 1e3 / CALLS)
     return statistics.median(times)
 
 
@@ -74,9 +76,15 @@ def main() -> None:
         pool = kvraw.HostPool(size + (1 << 20), device=DEVICE)
         (host,) = pool.chunks(1, size)
         ceiling = {
-            "D2H": size / gpu_seconds(lambda: d.memcpy_async(host.address, big.address, size, stream.handle), stream) / 1e9,
-            "H2D": size / gpu_seconds(lambda: d.memcpy_async(big.address, host.address, size, stream.handle), stream) / 1e9,
-            "D2D": size / gpu_seconds(lambda: d.memcpy_async(other.address, big.address, size, stream.handle), stream) / 1e9,
+            "D2H": size
+            / gpu_seconds(lambda: d.memcpy_async(host.address, big.address, size, stream.handle), stream)
+            / 1e9,
+            "H2D": size
+            / gpu_seconds(lambda: d.memcpy_async(big.address, host.address, size, stream.handle), stream)
+            / 1e9,
+            "D2D": size
+            / gpu_seconds(lambda: d.memcpy_async(other.address, big.address, size, stream.handle), stream)
+            / 1e9,
         }
         host.free()
         print(f"{d.device_name(DEVICE)}, driver {d.version()}; ceiling (one {size >> 20} MiB copy), GB/s: "

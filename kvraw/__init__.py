@@ -58,7 +58,7 @@ _HOMES = {
     "kvraw.transfer": "Transfer TransferPlan load load_slots store store_slots",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
-__all__ = sorted([*_HOME_OF, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_HOME_OF, "__version__"])
 
 logging.getLogger("kvraw").addHandler(logging.NullHandler())
 

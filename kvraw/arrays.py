@@ -64,11 +64,11 @@ def _tight(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 class _DLDevice(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int32), ("id", ctypes.c_int32)]  # noqa: RUF012
+    _fields_ = [("type", ctypes.c_int32), ("id", ctypes.c_int32)]
 
 
 class _DLTensor(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("data", ctypes.c_void_p),
         ("device", _DLDevice),
         ("ndim", ctypes.c_int32),
@@ -232,5 +232,7 @@ def index_vector(name: str, values: Any) -> IndexVector:
     if dtype not in ("int64", "int32"):
         raise TypeError(f"{name} holds {dtype} on a device, must hold int64 or int32")
     if len(view.shape) != 1 or not view.contiguous:
-        raise BoundsError(f"{name} has shape {view.shape}, strides {view.strides} bytes on a device: must be 1-D and dense")
+        raise BoundsError(
+            f"{name} has shape {view.shape}, strides {view.strides} bytes on a device: must be 1-D and dense"
+        )
     return IndexVector(None, view.address, view.shape[0], view.itemsize, view.device, values)

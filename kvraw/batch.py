@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 from kvraw import config
 from kvraw.arrays import U64, pointer_vector
 from kvraw.cache import require_host
@@ -67,7 +66,9 @@ def memcpy_batch(
     """
     to, at, n = pointer_vector("dst", dst), pointer_vector("src", src), pointer_vector("sizes", sizes)
     if not len(to) == len(at) == len(n):
-        raise BoundsError(f"dst, src and sizes have {len(to)}, {len(at)} and {len(n)} entries, must have the same number")
+        raise BoundsError(
+            f"dst, src and sizes have {len(to)}, {len(at)} and {len(n)} entries, must have the same number"
+        )
     kept = n > 0
     if not kept.all():
         to, at, n = to[kept], at[kept], n[kept]
@@ -107,4 +108,3 @@ def _enqueue(dst: U64, src: U64, sizes: U64, stream: int) -> None:
         return
     for to, at, n in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
         d.memcpy_async(to, at, n, stream)
-

@@ -89,7 +89,9 @@ class ChunkRow:
             if device == ASK_DRIVER:
                 require_host(f"chunks[{at}] =", [int(self.addresses[at])], self.nbytes)
             elif device is not None:
-                raise PlacementError(f"chunks[{at}] is memory of device {device}; the {engine} engine takes host memory")
+                raise PlacementError(
+                    f"chunks[{at}] is memory of device {device}; the {engine} engine takes host memory"
+                )
 
     def on_device(self, device: int) -> tuple[U64, bool]:
         """Addresses as this device sees them, and whether host memory is among them. The device's context is current.

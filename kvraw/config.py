@@ -49,7 +49,9 @@ def _engine(text: str) -> str:
     return text
 
 
-ENGINE = Variable("KVRAW_ENGINE", _engine, "auto", "engine for every plan that names none: auto, kernel, cpu, reference")
+ENGINE = Variable(
+    "KVRAW_ENGINE", _engine, "auto", "engine for every plan that names none: auto, kernel, cpu, reference"
+)
 CPU_THREADS = Variable("KVRAW_CPU_THREADS", _positive, 0, "threads of the CPU engine; default: usable cores, at most 8")
 MAX_BATCH = Variable("KVRAW_MAX_BATCH", _positive, 8192, "descriptors per batch-memcpy call")
 CTAS = Variable("KVRAW_CTAS", _positive, 0, "thread blocks of the kernel engine; default: 16 to or from host memory")

@@ -11,8 +11,9 @@ The stride of a dimension of size 1 is never used to address memory, so its plac
    otherwise.
 2. Where readings with different meanings are left, the size-1 dimension's stride is taken as evidence: every array that
    was ever contiguous gives it the stride of the dimension directly outside, and a transpose keeps that, so any
-   permutation of the same memory is read alike. A stride that fits no place, or is one element (DLPack writes that for
-   every size-1 dimension), says nothing: such a dimension stays directly inside the one that precedes it logically.
+   permutation of the same memory is read alike. A stride that fits no place says nothing: such a dimension stays
+   directly inside the one that precedes it logically. A stride of one element may mean either, as DLPack writes it for
+   every size-1 dimension: both are read, and a head of more than one element is the likelier.
 3. What is left after that cannot be told apart: an error names the hints that settle it.
 """
 
@@ -165,12 +166,11 @@ class _Hints:
 class _Memory:
     """The physical order of a tensor, outermost first.
 
-    `sizes` leaves the size-1 dimensions out, `placed` has them where their strides put them; `padded` is the outermost
-    stride where it is more than dense.
+    `sizes` leaves the size-1 dimensions out, `placed` has them where their strides may put them; `padded` is the outermost stride where it is more than dense.
     """
 
     sizes: tuple[int, ...]
-    placed: tuple[int, ...]
+    placed: tuple[tuple[int, ...], tuple[int, ...]]
     itemsize: int
     padded: int
 
@@ -226,8 +226,10 @@ def _flatten(tensors: Tensors) -> tuple[tuple[int, ...], dict[str, View]]:
         told = {name: f"a list of {len(x)}" if isinstance(x, Sequence) else "one tensor" for name, x in found.items()}
         first = next(iter(found))
         for name, text in told.items():
-            if text == "a list of 0" or len(levels) == 2:
-                raise LayoutError(f"{name} is {text}, must be {'one tensor' if levels[1:] else 'one tensor or more'}")
+            if text == "a list of 0":
+                raise LayoutError(f"{name} is an empty list, must hold one tensor or more")
+            if len(levels) == 2 and text != "one tensor":
+                raise LayoutError(f"{name} is {text}, must be one tensor: lists nest two deep at most")
             if text != told[first]:
                 raise LayoutError(f"{name} is {text}, {first} is {told[first]}: must be alike")
         levels += (len(found[first]),)
@@ -263,17 +265,18 @@ def _physical(views: dict[str, View]) -> _Memory:
                 )
             padded = strides[i]
         unit = strides[i] * shape[i]
-    return _Memory(tuple(shape[i] for i in order), _placed(shape, strides, order, unit), view.itemsize, padded)
+    placed = _placed(shape, strides, order[:-1], unit), _placed(shape, strides, order, unit)
+    return _Memory(tuple(shape[i] for i in order), placed, view.itemsize, padded)
 
 
 def _placed(shape: tuple[int, ...], strides: tuple[int, ...], order: list[int], extent: int) -> tuple[int, ...]:
-    """The physical shape with every size-1 dimension where its stride, or else its logical neighbour, puts it."""
-    outer = {strides[i]: i for i in order[:-1]}  # the stride of the innermost one tells nothing
-    placed = list(order)
+    """The physical shape with every size-1 dimension inside one of `order` of its stride, or its logical neighbour."""
+    outside = {strides[i]: i for i in order}
+    placed = sorted((i for i, n in enumerate(shape) if n > 1), key=lambda i: -strides[i])
     for i, size in enumerate(shape):
         if size == 1:
-            before = None if strides[i] >= extent else outer.get(strides[i], i - 1)
-            placed.insert(0 if before is None or before < 0 else placed.index(before) + 1, i)
+            before = -1 if strides[i] >= extent else outside.get(strides[i], i - 1)
+            placed.insert(placed.index(before) + 1 if before >= 0 else 0, i)
     return tuple(shape[i] for i in placed)
 
 
@@ -331,7 +334,7 @@ def _read(row: _Row, dims: tuple[int, ...], counts: dict[str, int], memory: _Mem
     if hints.planes not in (None, planes):
         raise LayoutError(f"has {planes} plane(s), planes is {hints.planes}")
     if memory.padded and (form.axes[0] != "B" or row.dims[next(i for i, n in enumerate(dims) if n > 1)] != "B"):
-        raise LayoutError(f"the outermost stride is padded to {memory.padded} bytes, blocks are not outermost")
+        raise LayoutError(f"the outermost stride is padded to {memory.padded} bytes, only outermost blocks may be")
     if missing:
         return _Reading(row, dims, None, missing)
     if form.fused:
@@ -351,27 +354,34 @@ def _read(row: _Row, dims: tuple[int, ...], counts: dict[str, int], memory: _Mem
 
 def _assignments(row: _Row, memory: _Memory) -> Iterator[tuple[int, ...]]:
     """Every way to lay the sizes, in order, on the row's axes, the rest being 1; first as the strides have it."""
-    yield memory.placed
+    yield memory.placed[0]
     for axes in combinations(range(len(row.dims)), len(memory.sizes)):
         sizes = dict(zip(axes, memory.sizes, strict=True))
         dims = tuple(sizes.get(i, 1) for i in range(len(row.dims)))
-        if dims != memory.placed:
+        if dims != memory.placed[0]:
             yield dims
 
 
-def _choose(readings: list[_Reading], memory: _Memory, what: str) -> _Reading:
+def _evident(groups: list[list[_Reading]], memory: _Memory, head_size: int | None) -> list[list[_Reading]]:
+    """The groups that the strides of size-1 dimensions speak for, or all of them where they say nothing."""
+    some = [group for group in groups if any(x.dims in memory.placed for x in group)]
+    widths = {id(group): group[0].layout.geometry.head_size for group in some if group[0].layout}
+    some = [group for group in some if widths.get(id(group)) == head_size] or some
+    return [group for group in some if widths.get(id(group)) != 1] or some or groups
+
+
+def _choose(readings: list[_Reading], memory: _Memory, head_size: int | None, what: str) -> _Reading:
     """The one reading that is left by the rules of this module."""
 
     def rank(reading: _Reading) -> tuple[bool, int, bool, bool]:
         heads = reading.layout.geometry.heads if reading.layout else 1
-        return reading.row.rare, heads, reading.row.format.hnd, reading.dims != memory.placed
+        return reading.row.rare, heads, reading.row.format.hnd, reading.dims not in memory.placed
 
     alike: dict[object, list[_Reading]] = {}
     for reading in sorted(readings, key=rank):
         alike.setdefault(reading.same(), []).append(reading)
     groups = list(alike.values())
-    groups = [group for group in groups if any(x.dims == memory.placed for x in group)] or groups
-    groups = [group for group in groups if not group[0].row.rare] or groups
+    groups = _evident([group for group in groups if not group[0].row.rare] or groups, memory, head_size)
     for first, *_ in groups:
         if first.missing:
             needs = ", ".join(f"{name}=" for name in first.missing)
@@ -385,8 +395,8 @@ def _choose(readings: list[_Reading], memory: _Memory, what: str) -> _Reading:
         if len(every) == sum(map(len, values)) and every.isdisjoint({None, "-"}):
             options.append(" or ".join(f"{hint}={group[0].value(hint)!r}" for group in groups))
     readable = "; or ".join(str(group[0]) for group in groups)
-    settle = f"pass {', or '.join(options)}" if options else f"pass format= and {', '.join(_HINTS.values())}"
-    raise LayoutError(f"{what} cannot be told apart: {readable}. To settle it {settle}")
+    settle = ", or ".join(options) or f"format= and {', '.join(_HINTS.values())}, or hand in unpermuted tensors"
+    raise LayoutError(f"{what} cannot be told apart: {readable}. To settle it pass {settle}")
 
 
 def discover(
@@ -456,7 +466,7 @@ def discover(
     if not readings:
         why = "; ".join(f"{label}: {error}" for label, error in reasons.items())
         raise LayoutError(f"{what} fits no layout of {source} with {hints}: {why}")
-    found = _choose(readings, memory, what)
+    found = _choose(readings, memory, head_size, what)
     assert found.layout is not None
     addresses = tuple(int(x.address) for x in views.values())
     if "P" in found.row.dims and "P" in found.row.format.pointers:  # K and V are the two halves of the one tensor

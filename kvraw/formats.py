@@ -24,7 +24,8 @@ class Format:
     name : str
         Its name.
     pointers : str
-        Axes that choose the tensor, outermost first: ``""`` one tensor, ``"L"`` one per layer, ``"PL"`` all K then all V.
+        Axes that choose the tensor, outermost first: ``""`` one tensor, ``"L"`` one per layer, ``"PL"`` all K, then
+        all V.
     axes : str
         Axes of one tensor, outermost first.
     fused : str

@@ -25,7 +25,6 @@ __all__ = ["Transfer", "TransferPlan", "load", "load_slots", "store", "store_slo
 Direction = Literal["store", "load"]
 
 
-
 class Transfer:
     """A store or a load that was enqueued (GPU) or is done (CPU)."""
 
@@ -111,9 +110,7 @@ class TransferPlan:
         self._per_chunk, self._paged = chunk_tokens // self.step, paged
         self._cpu = cpu.CpuPlan(self.plan) if self.engine == "cpu" else None
         names = (self._ids_name, "chunks") if store else ("chunks", self._ids_name)
-        self._kernel = (
-            KernelPlan(self.plan, ctas=ctas, check=check, names=names) if self.engine == "kernel" else None
-        )
+        self._kernel = KernelPlan(self.plan, ctas=ctas, check=check, names=names) if self.engine == "kernel" else None
 
     def _choose(self, engine: str | None) -> tuple[str, str]:
         named = engine or config.ENGINE.get()
@@ -132,11 +129,13 @@ class TransferPlan:
         Parameters
         ----------
         chunks : sequence
-            Chunks in order: `HostChunk`, tensors or arrays of any library, or addresses. Borrowed until the copy is over.
+            Chunks in order: `HostChunk`, tensors or arrays of any library, or addresses. Borrowed until the copy is
+            over.
         ids : object
-            Block ids or slots: list, array, or CPU or CUDA tensor. Entry i belongs to block (token) i of the row of chunks.
+            Block ids or slots: list, array, or CPU or CUDA tensor. Entry i belongs to block (token) i of the row of
+            chunks.
         skip : int
-            Leading entries to leave out; chunk bytes (store) or cache blocks (load) that belong to them stay untouched.
+            Leading entries to leave out; chunk bytes (store) or cache blocks (load) of theirs stay untouched.
         stream : object
             Stream of the cache's device that the copy is enqueued on: it sees what the stream was given before, and what
             the stream is given later sees it. Not needed by the CPU engine, which returns when the copy is done.
@@ -213,7 +212,9 @@ class TransferPlan:
             f"({' x '.join(str(d.size) for d in reversed(p.dims)) or '1'} after folding)",
         ]
         if self._kernel is not None:
-            lines.append(f"accesses of up to {p.width()} bytes, at most {self._kernel.most_ctas(True, 0)} thread blocks")
+            lines.append(
+                f"accesses of up to {p.width()} bytes, at most {self._kernel.most_ctas(True, 0)} thread blocks"
+            )
         if self._cpu is not None:
             lines.append(f"{cpu.threads()} threads")
         return "\n".join(lines)

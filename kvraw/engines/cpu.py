@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def _executor(workers: int) -> ThreadPoolExecutor:
 
 def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
     """Do each stretch between neighbouring bounds, the first on the calling thread."""
-    rest = list(zip(bounds[1:-1], bounds[2:], strict=True))
+    rest = list(itertools.pairwise(bounds[1:]))
     if not rest:
         work(bounds[0], bounds[-1])
         return

@@ -123,7 +123,8 @@ class KernelPlan:
         """Enqueue the plan for items `first` to `first + count` on a stream.
 
         Bases and host indices are read during the call; a table that is the same object as in the call before is taken
-        as unchanged. `refs`, and indices on the device, are kept until the copy is over. The device's context is current.
+        as unchanged. `refs`, and indices on the device, are kept until the copy is over. The device's context is
+        current.
 
         Returns
         -------
@@ -161,8 +162,8 @@ class KernelPlan:
 
     def _arrange(self, src: Operands, dst: Operands, count: int) -> None:
         """Decide where tables and indices go, and write the flags that say so."""
-        counts = [count if o.host_index is not None else -1 for o in (src, dst)]
-        self._arrangement = _Arrangement((len(src.bases), len(dst.bases), *counts))
+        src_count, dst_count = (count if o.host_index is not None else -1 for o in (src, dst))
+        self._arrangement = _Arrangement((len(src.bases), len(dst.bases), src_count, dst_count))
         self._written = [None, None]
         for k, (side, operands) in enumerate(((self.plan.src_flat, src), (self.plan.dst_flat, dst))):
             flags = ka.SKIP_NEGATIVE if side.skip_negative else 0
@@ -181,8 +182,8 @@ class KernelPlan:
         for piece in self._arrangement.pieces:
             operands = sides[piece.side]
             if piece.index:
-                assert operands.index is not None and operands.index.host is not None
-                values = operands.index.host[first : first + count].view(np.uint64)
+                assert operands.host_index is not None
+                values = operands.host_index[first : first + count].view(np.uint64)
                 field, skipped = ka.INDEX[piece.side], first
             else:
                 values, field, skipped = operands.bases, ka.TABLE[piece.side], 0
@@ -212,8 +213,8 @@ class KernelPlan:
             return None
         side = (self.plan.src_flat, self.plan.dst_flat)[where & 1]
         return BoundsError(
-            f"{self.names[where & 1]}[{(where >> 1) - 1}] is {value}, must be in [0, {side.limit}); the kernel left out "
-            f"every such entry"
+            f"{self.names[where & 1]}[{(where >> 1) - 1}] is {value}, must be in [0, {side.limit}); "
+            f"the kernel left out every such entry"
         )
 
 

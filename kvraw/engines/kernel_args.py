@@ -58,8 +58,8 @@ SEGMENTS, FIRST_ITEM, STATUS, WORDS_AT = (_position(n, 8) for n in ("segments", 
 def divider(d: int) -> tuple[int, int]:
     """Multiplier and shift that divide any n < 2**63 by d: ``(n * 2 * magic >> 64) >> shift``.
 
-    With shift = ceil(log2 d) and magic = ceil(2**(63 + shift) / d), the error magic*d - 2**(63 + shift) is below d, hence
-    at most 2**shift, and n times it below 2**(63 + shift).
+    With shift = ceil(log2 d) and magic = ceil(2**(63 + shift) / d), the error magic*d - 2**(63 + shift) is below d,
+    hence at most 2**shift, and n times it below 2**(63 + shift).
     """
     shift = (d - 1).bit_length()
     return -(-(1 << 63 + shift) // d), shift

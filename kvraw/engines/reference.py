@@ -30,7 +30,8 @@ def _addresses(plan: CopyPlan, side: Side, operands: Operands, items: I64) -> U6
         + head * side.head
     )
     entry, offset = np.broadcast_arrays(entry, offset)
-    return np.where(kept[i], operands.bases[entry] + offset.astype(np.uint64), np.uint64(0))
+    addresses: U64 = operands.bases[entry] + offset.astype(np.uint64)
+    return np.where(kept[i], addresses, np.uint64(0))
 
 
 def enumerate_runs(plan: CopyPlan, src: Operands, dst: Operands, first: int, count: int) -> tuple[U64, U64]:

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-NVRTC_WHEEL = "nvidia-cuda-nvrtc-cu12==12.0.140"  # its PTX carries .version 8.0, which every CUDA 12 and 13 driver takes
+NVRTC_WHEEL = (
+    "nvidia-cuda-nvrtc-cu12==12.0.140"  # its PTX carries .version 8.0, which every CUDA 12 and 13 driver takes
+)
 TARGET = "compute_75"
 HERE = Path(__file__).parent
 

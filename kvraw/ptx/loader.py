@@ -48,5 +48,7 @@ def read_ptx(name: str) -> bytes:
         raise ArtifactError(f"kvraw/ptx/{name} cannot be read: {error}; reinstall kvraw") from error
     digest = hashlib.sha256(text).hexdigest()
     if digest != entry["sha256"]:
-        raise ArtifactError(f"kvraw/ptx/{name} has sha256 {digest}, the manifest says {entry['sha256']}; reinstall kvraw")
+        raise ArtifactError(
+            f"kvraw/ptx/{name} has sha256 {digest}, the manifest says {entry['sha256']}; reinstall kvraw"
+        )
     return text

@@ -41,7 +41,7 @@ class PointerInfo:
 
 class _BatchAttributes(ctypes.Structure):
     # CUmemcpyAttributes: order, two locations (type, id), flags; 24 bytes.
-    _fields_ = [(name, ctypes.c_int) for name in ("order", "src_type", "src_id", "dst_type", "dst_id", "flags")]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_int) for name in ("order", "src_type", "src_id", "dst_type", "dst_id", "flags")]
 
 
 class CudaDriver:

@@ -18,7 +18,13 @@ class Completion:
 
     __slots__ = ("_books", "_event", "_lock", "_refs", "_settle", "error")
 
-    def __init__(self, books: InFlight, event: int, refs: tuple[object, ...], settle: Callable[[], Exception | None] | None = None):
+    def __init__(
+        self,
+        books: InFlight,
+        event: int,
+        refs: tuple[object, ...],
+        settle: Callable[[], Exception | None] | None = None,
+    ):
         self._books = books
         self._event: int | None = event
         self._refs = refs

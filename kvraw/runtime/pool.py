@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvraw.errors import BoundsError, ClosedError
 from kvraw.runtime.context import current_device
-from kvraw.runtime.driver import driver_or_none
+from kvraw.runtime.driver import driver_or_none, usable_here
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.memory import Registration
 
@@ -153,8 +153,8 @@ class HostPool:
                     for chunk in out:
                         self._give_back(chunk.address - self.address)
                     raise MemoryError(
-                        f"the pool cannot give {count} chunks of {nbytes} bytes: {free} of {self.nbytes} bytes are free "
-                        f"(before this call {free + len(out) * size}), the largest hole is {largest}"
+                        f"the pool cannot give {count} chunks of {nbytes} bytes: {free} of {self.nbytes} bytes are "
+                        f"free (before this call {free + len(out) * size}), the largest hole is {largest}"
                     )
                 offset, hole = self._holes[at]
                 self._holes[at : at + 1] = [(offset + size, hole - size)] if hole > size else []
@@ -224,8 +224,9 @@ class HostPool:
             if self._closed:
                 return
             self._closed = True
-        for completion in self._busy:
-            completion.wait()
+        if usable_here():
+            for completion in self._busy:
+                completion.wait()
         self._busy = []
         if self._registration is not None:
             self._registration.close()

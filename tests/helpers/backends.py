@@ -48,36 +48,30 @@ def on_host(engine: str) -> Callable[[Laid], Result]:
     return backend
 
 
-def on_device(laid: Laid, device: int = 0, device_ids: bool = False) -> Result:
+def on_device(laid: Laid, device: int = 0, ids_on_device: bool = False) -> Result:
     """The kernel engine, through whichever driver is installed: cache in device memory, chunks in pinned memory."""
     from kvraw.runtime.context import DeviceScope
     from kvraw.runtime.driver import driver
-    from kvraw.runtime.memory import PinnedBuffer
 
     d = driver()
-    with kvraw.Stream(device) as stream, kvraw.DeviceBuffer(len(laid.paged.data), device) as memory:
-        # np.zeros of a pool: host memory that we pin ourselves
-        with kvraw.HostPool(len(laid.paged.data) + len(laid.chunks.data) + 8 * len(laid.case.ids) + 8192, device=device) as p:
-            (up,) = p.chunks(1, len(laid.paged.data))
-            (mid,) = p.chunks(1, len(laid.chunks.data))
-            up.numpy()[:], mid.numpy()[:] = laid.paged.data, laid.chunks.data
-            ids: object = None
-            with DeviceScope(device):
-                d.memcpy_async(memory.address, up.address, up.nbytes, stream.handle)
-            if device_ids:
-                ids = _DeviceIds(laid.case.ids, device, stream)
-            cache = kvraw.PagedCache.from_pointers(
-                [memory.address + o for o in laid.paged.offsets], laid.case.format, geometry(laid), device=device
-            )
-            shift = mid.address
-            chunks: list[object] = [shift + o for o in laid.chunks.offsets]
-            transfer = run(cache, chunks, laid.case, None, stream, ids)
-            transfer.wait()
-            with DeviceScope(device):
-                d.memcpy_async(up.address, memory.address, up.nbytes, stream.handle)
-                stream.synchronize()
-            assert PinnedBuffer is not None
-            return up.numpy().copy(), mid.numpy().copy()
+    size = len(laid.paged.data)
+    room = size + len(laid.chunks.data) + (1 << 14)
+    with (
+        kvraw.Stream(device) as stream,
+        kvraw.DeviceBuffer(size, device) as memory,
+        kvraw.HostPool(room, device=device) as pool,
+        DeviceScope(device),
+    ):
+        (mirror,), (row,) = pool.chunks(1, size), pool.chunks(1, len(laid.chunks.data))
+        mirror.numpy()[:], row.numpy()[:] = laid.paged.data, laid.chunks.data
+        d.memcpy_async(memory.address, mirror.address, size, stream.handle)
+        ids = _DeviceIds(laid.case.ids, device, stream) if ids_on_device else None
+        bases = [memory.address + o for o in laid.paged.offsets]
+        cache = kvraw.PagedCache.from_pointers(bases, laid.case.format, geometry(laid), device=device)
+        run(cache, [row.address + o for o in laid.chunks.offsets], laid.case, None, stream, ids).wait()
+        d.memcpy_async(mirror.address, memory.address, size, stream.handle)
+        stream.synchronize()
+        return mirror.numpy().copy(), row.numpy().copy()
 
 
 class _DeviceIds:

@@ -138,7 +138,9 @@ def all_cases() -> list[Case]:
         add(format, planes)
         add(format, planes, element=1, hs=7, nh=1, off=1, chunk_off=3)  # odd head, odd bases, one head
         add(format, planes, element=4, hs=16, off=16, skip=1)  # skip ends inside the first chunk
-        add(format, planes, element=8, hs=5, bs=1, chunk_tokens=2, nl=1, skip=2)  # skip of one whole chunk, block size 1
+        add(
+            format, planes, element=8, hs=5, bs=1, chunk_tokens=2, nl=1, skip=2
+        )  # skip of one whole chunk, block size 1
         add(format, planes, element=2, hs=33, off=2, chunk_off=6, skip=3)
     for format in sorted(oracle.PADDABLE - {4, 5}, key=str):
         planes = 1 if (format, 2) not in oracle.PAGED else 2

@@ -30,7 +30,9 @@ class PagedOracle:
 
     tensors: Callable[[Shape], int]
     shape: Callable[[Shape], tuple[int, ...]]
-    at: Callable[[list[np.ndarray], Shape, int, int, int, int, int], np.ndarray]  # arrays, s, layer, plane, block, token, head
+    at: Callable[
+        [list[np.ndarray], Shape, int, int, int, int, int], np.ndarray
+    ]  # arrays, s, layer, plane, block, token, head
 
 
 def one(s: Shape) -> int:
@@ -46,7 +48,9 @@ def k_then_v(s: Shape) -> int:
 
 
 PAGED: dict[tuple[int | str, int], PagedOracle] = {
-    (0, 2): PagedOracle(one, lambda s: (s.nb, s.nl, 2, s.bs, s.nh, s.d), lambda a, s, l, k, b, t, h: a[0][b, l, k, t, h]),
+    (0, 2): PagedOracle(
+        one, lambda s: (s.nb, s.nl, 2, s.bs, s.nh, s.d), lambda a, s, l, k, b, t, h: a[0][b, l, k, t, h]
+    ),
     (1, 2): PagedOracle(per_layer, lambda s: (2, s.nb, s.bs, s.nh, s.d), lambda a, s, l, k, b, t, h: a[l][k, b, t, h]),
     (2, 2): PagedOracle(per_layer, lambda s: (s.nb, 2, s.bs, s.nh, s.d), lambda a, s, l, k, b, t, h: a[l][b, k, t, h]),
     (3, 1): PagedOracle(per_layer, lambda s: (s.nb, s.bs, s.d), lambda a, s, l, k, b, t, h: a[l][b, t]),
@@ -56,7 +60,9 @@ PAGED: dict[tuple[int | str, int], PagedOracle] = {
     (5, 1): PagedOracle(per_layer, lambda s: (s.nb * s.bs, 1, s.d), lambda a, s, l, k, b, t, h: a[l][b * s.bs + t, 0]),
     (6, 2): PagedOracle(per_layer, lambda s: (2, s.nb, s.nh, s.bs, s.d), lambda a, s, l, k, b, t, h: a[l][k, b, h, t]),
     (7, 2): PagedOracle(per_layer, lambda s: (s.nb, 2, s.nh, s.bs, s.d), lambda a, s, l, k, b, t, h: a[l][b, k, h, t]),
-    (8, 2): PagedOracle(one, lambda s: (s.nb, s.nl, 2, s.nh, s.bs, s.d), lambda a, s, l, k, b, t, h: a[0][b, l, k, h, t]),
+    (8, 2): PagedOracle(
+        one, lambda s: (s.nb, s.nl, 2, s.nh, s.bs, s.d), lambda a, s, l, k, b, t, h: a[0][b, l, k, h, t]
+    ),
     (9, 2): PagedOracle(
         k_then_v, lambda s: (s.nb, s.bs, s.nh, s.d), lambda a, s, l, k, b, t, h: a[k * s.nl + l][b, t, h]
     ),
@@ -69,7 +75,9 @@ PAGED: dict[tuple[int | str, int], PagedOracle] = {
     (15, 2): PagedOracle(
         per_layer, lambda s: (2, s.nb, s.nh, 1, s.bs, s.d), lambda a, s, l, k, b, t, h: a[l][k, b, h, 0, t]
     ),
-    (16, 2): PagedOracle(k_then_v, lambda s: (s.nb, s.bs, s.nh, s.d), lambda a, s, l, k, b, t, h: a[2 * l + k][b, t, h]),
+    (16, 2): PagedOracle(
+        k_then_v, lambda s: (s.nb, s.bs, s.nh, s.d), lambda a, s, l, k, b, t, h: a[2 * l + k][b, t, h]
+    ),
     (18, 1): PagedOracle(per_layer, lambda s: (s.nb, s.bs, s.nh, s.d), lambda a, s, l, k, b, t, h: a[l][b, t, h]),
     # SGLang's host pools: K and V apart
     ("layer_first", 2): PagedOracle(

@@ -1,0 +1,60 @@
+"""Memory limits of this machine and process, from the files and calls of Linux."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+__all__ = ["cgroup_limit", "file_text", "memory_limits"]
+
+
+def file_text(path: str | Path) -> str | None:
+    """Content of a small system file; None where it cannot be read."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def cgroup_limit(root: str = "/sys/fs/cgroup", listing: str = "/proc/self/cgroup") -> int | None:
+    """The least memory limit of this process's control groups and those above them, version 1 or 2."""
+    limits = []
+    for line in (file_text(listing) or "").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = (Path(root, "memory"), "memory.limit_in_bytes") if controllers else (Path(root), "memory.max")
+        # In a container the group's own path may lie outside what is mounted: its parents' files answer then.
+        inner = top / group.lstrip("/")
+        limits += [file_text(at / name) for at in (inner, *inner.parents) if at == top or top in at.parents]
+    numbers = [int(text) for text in limits if text and text.isdigit()]
+    return min((n for n in numbers if n < 1 << 60), default=None)  # version 1 writes "none" as a number near 2**63
+
+
+def memory_limits() -> dict[str, Any]:
+    """What bears on pinning and on huge pages; None: unlimited, or not there."""
+    meminfo = dict(re.findall(r"^(\w+):\s+(\d+) kB", file_text("/proc/meminfo") or "", re.M))
+    soft, hard = (None if x == resource.RLIM_INFINITY else x for x in resource.getrlimit(resource.RLIMIT_MEMLOCK))
+    setting = re.search(r"\[(\w+)\]", file_text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
+    pages = {}
+    for at in sorted(Path("/sys/kernel/mm/hugepages").glob("hugepages-*kB")):
+        total, free = file_text(at / "nr_hugepages"), file_text(at / "free_hugepages")
+        pages[at.name[len("hugepages-") :]] = {"total": int(total or 0), "free": int(free or 0)}
+    try:
+        shm = os.statvfs("/dev/shm")
+    except OSError:
+        shm = None
+    return {
+        "memlock_soft_bytes": soft,
+        "memlock_hard_bytes": hard,
+        "total_bytes": int(meminfo.get("MemTotal", 0)) * 1024,
+        "available_bytes": int(meminfo.get("MemAvailable", 0)) * 1024,
+        "cgroup_limit_bytes": cgroup_limit(),
+        "transparent_huge_pages": setting.group(1) if setting else None,
+        "huge_pages": pages,
+        "shm_total_bytes": shm.f_blocks * shm.f_frsize if shm else None,
+        "shm_free_bytes": shm.f_bavail * shm.f_frsize if shm else None,
+    }

@@ -1,0 +1,380 @@
+"""What only a device shows: ids that live there, streams, placement, large offsets, lifetimes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import kvraw
+from kvraw.layout import Geometry
+from kvraw.runtime.context import DeviceScope, current_device
+from kvraw.runtime.driver import driver
+from tests.helpers.backends import device_ids
+
+pytestmark = pytest.mark.gpu
+
+G = Geometry(layers=3, blocks=40, block_size=4, heads=2, head_size=16, element_size=2)
+TOKENS = 16
+
+
+class World:
+    """A cache of random bytes on the device, and chunks of random bytes in pinned memory."""
+
+    def __init__(self, device: int, geometry: Geometry = G, chunks: int = 6) -> None:
+        self.device, self.geometry = device, geometry
+        self.stream = kvraw.Stream(device)
+        self.shape = (geometry.layers, 2, geometry.blocks, geometry.block_size, geometry.heads, geometry.head_size * 2)
+        rng = np.random.default_rng(1)
+        self.paged = rng.integers(0, 256, self.shape, dtype=np.uint8)
+        self.memory = kvraw.DeviceBuffer(self.paged.nbytes, device)
+        self.pool = kvraw.HostPool(self.paged.nbytes * 3 + (1 << 20), device=device)
+        (self.mirror,) = self.pool.chunks(1, self.paged.nbytes)
+        self.mirror.numpy()[:] = self.paged.ravel()
+        self.copy(self.memory.address, self.mirror.address, self.paged.nbytes)
+        each = self.paged.nbytes // geometry.layers
+        self.cache = kvraw.PagedCache.from_pointers(
+            [self.memory.address + k * each for k in range(geometry.layers)], 1, geometry, device=device
+        )
+        self.chunks = self.pool.chunks(chunks, self.cache.chunk_bytes(TOKENS))
+        for c in self.chunks:
+            c.numpy()[:] = rng.integers(0, 256, c.nbytes, dtype=np.uint8)
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        with DeviceScope(self.device):
+            driver().memcpy_async(dst, src, nbytes, self.stream.handle)
+        self.stream.synchronize()
+
+    def now(self) -> np.ndarray:
+        """The cache as it is on the device."""
+        self.copy(self.mirror.address, self.memory.address, self.paged.nbytes)
+        return self.mirror.numpy().reshape(self.shape).copy()
+
+    def chunk(self, at: int) -> np.ndarray:
+        g = self.geometry
+        return self.chunks[at].numpy().reshape(2, g.layers, TOKENS // g.block_size, g.block_size, g.heads, -1)
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        self.pool.close()
+        self.memory.close()
+        self.stream.close()
+
+
+@pytest.fixture
+def world(gpu: int) -> Iterator[World]:
+    w = World(gpu)
+    yield w
+    w.close()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+@pytest.mark.parametrize("bad", [40, -1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("verb", ["store", "load"])
+def test_a_bad_id_on_the_device_is_left_out_and_reported(world: World, verb: str, bad: int, dtype: str) -> None:
+    ids = [7, bad, 0, 39, 21]
+    before, chunks_before = world.now(), [c.numpy().copy() for c in world.chunks]
+    on_device = device_ids(tuple(ids), world.device, world.stream, dtype)
+    transfer = getattr(kvraw, verb)(world.cache, world.chunks, on_device, stream=world.stream)
+    for _ in range(2):
+        with pytest.raises(kvraw.BoundsError, match=rf"block_ids\[1\] is {bad}, must be in \[0, 40\)"):
+            transfer.wait()
+    assert transfer.done()
+    want = before.copy()
+    for at, block in enumerate(ids):
+        chunk, inner = divmod(at, TOKENS // 4)
+        rows = chunks_before[chunk].reshape(world.chunk(0).shape)[:, :, inner]
+        if verb == "load" and block != bad:
+            want[:, :, block] = rows.transpose(1, 0, 2, 3, 4)
+        if verb == "store":
+            old = rows if block == bad else before[:, :, block].transpose(1, 0, 2, 3, 4)
+            np.testing.assert_array_equal(world.chunk(chunk)[:, :, inner], old)
+    np.testing.assert_array_equal(world.now(), want)
+
+
+def test_an_error_nobody_waits_for_is_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    ids = device_ids((99,), world.device, world.stream)
+    kvraw.store(world.cache, world.chunks, ids, stream=world.stream)
+    world.stream.synchronize()
+    with caplog.at_level(logging.ERROR, "kvraw"):
+        for _ in range(8):
+            kvraw.store(world.cache, world.chunks, [1], stream=world.stream).wait()
+    assert any("block_ids[0] is 99" in r.getMessage() for r in caplog.records)
+
+
+def test_a_bad_id_on_the_host_moves_nothing(world: World) -> None:
+    before = world.now()
+    with pytest.raises(kvraw.BoundsError, match=r"block_ids\[1\] is 40"):
+        kvraw.load(world.cache, world.chunks, [1, 40], stream=world.stream)
+    np.testing.assert_array_equal(world.now(), before)
+
+
+def test_pageable_chunks_are_refused(world: World) -> None:
+    chunk = np.zeros(world.cache.chunk_bytes(TOKENS), np.uint8)
+    with pytest.raises(kvraw.PlacementError, match=r"chunks\[0\] at 0x\w+ is pageable host memory"):
+        kvraw.store(world.cache, [chunk], [1], stream=world.stream)
+    assert not chunk.any()
+
+
+def test_a_registration_makes_them_usable(world: World) -> None:
+    array = np.zeros(world.cache.chunk_bytes(TOKENS) + 8192, np.uint8)
+    start = -int(array.ctypes.data) % 4096
+    chunk = array[start : start + world.cache.chunk_bytes(TOKENS)]
+    with kvraw.Registration(int(chunk.ctypes.data), chunk.nbytes, world.device):
+        with pytest.raises(kvraw.BoundsError, match="overlaps the registration"):
+            kvraw.Registration(int(chunk.ctypes.data), 16, world.device)
+        kvraw.store(world.cache, [chunk], [5, 6], stream=world.stream).wait()
+    got = chunk.reshape(world.chunk(0).shape)[:, :, :2]
+    np.testing.assert_array_equal(got, world.paged[:, :, 5:7].transpose(1, 0, 2, 3, 4, 5))
+    with pytest.raises(kvraw.PlacementError, match="pageable"):
+        kvraw.store(world.cache, [chunk], [5], stream=world.stream)
+
+
+def test_a_registration_in_steps_is_one_range(world: World) -> None:
+    array = np.zeros(1 << 20, np.uint8)
+    start = -int(array.ctypes.data) % 4096
+    size = world.cache.chunk_bytes(TOKENS)
+    with kvraw.Registration(int(array.ctypes.data) + start, 64 * 4096, world.device, step=4096):
+        chunk = array[start + 2048 : start + 2048 + size]
+        kvraw.store(world.cache, [chunk], [5], stream=world.stream).wait()
+        np.testing.assert_array_equal(
+            chunk.reshape(world.chunk(0).shape)[:, :, 0], world.paged[:, :, 5].transpose(1, 0, 2, 3, 4)
+        )
+
+
+def test_a_device_pointer_given_to_the_cpu_engine(world: World) -> None:
+    with pytest.raises(kvraw.PlacementError, match="memory of device 0; the CPU engine takes host memory"):
+        kvraw.PagedCache.from_pointers(world.cache.bases, 1, G)
+    paged = np.zeros(world.shape, np.uint8)
+    host = kvraw.PagedCache.from_pointers([int(p.ctypes.data) for p in paged], 1, G)
+    with pytest.raises(kvraw.PlacementError, match=r"chunks\[0\] = \S+ is \w+, memory of device 0|memory of device 0"):
+        kvraw.store(host, [world.memory.address], [0], chunk_tokens=TOKENS)
+    with pytest.raises(kvraw.PlacementError, match="memory of device 0"):
+        kvraw.store(world.cache, world.chunks, [0], engine="cpu")
+    with pytest.raises(kvraw.PlacementError, match="memory of device 0"):
+        kvraw.memcpy_batch([int(paged.ctypes.data)], [world.memory.address], [8])
+
+
+def test_a_stream_is_demanded(world: World) -> None:
+    with pytest.raises(TypeError, match="stream is None"):
+        kvraw.store(world.cache, world.chunks, [0])
+    with pytest.raises(TypeError, match="stream is a str"):
+        kvraw.store(world.cache, world.chunks, [0], stream="0")
+
+
+def test_a_closed_pool_and_a_closed_stream(world: World) -> None:
+    pool = kvraw.HostPool(1 << 20, device=world.device)
+    chunks = pool.chunks(1, world.cache.chunk_bytes(TOKENS))
+    pool.close()
+    with pytest.raises(kvraw.ClosedError, match="the pool is closed"):
+        kvraw.store(world.cache, chunks, [0], stream=world.stream)
+    stream = kvraw.Stream(world.device)
+    stream.close()
+    with pytest.raises(kvraw.ClosedError, match="the stream is closed"):
+        kvraw.store(world.cache, world.chunks, [0], stream=stream)
+
+
+def test_a_pool_waits_for_what_uses_it(world: World) -> None:
+    for _ in range(20):
+        with kvraw.HostPool(8 << 20, device=world.device) as pool:
+            chunks = pool.chunks(6, world.cache.chunk_bytes(TOKENS))
+            for _ in range(50):
+                kvraw.load(world.cache, chunks, np.arange(24), stream=world.stream)
+    world.stream.synchronize()
+
+
+def test_a_pool_is_pinned_at_first_use(world: World) -> None:
+    with kvraw.HostPool(1 << 20, pin=False) as pool:
+        chunks = pool.chunks(1, world.cache.chunk_bytes(TOKENS))
+        assert not pool.pinned
+        kvraw.store(world.cache, chunks, [3], stream=world.stream).wait()
+        assert pool.info()["pinned"] is True
+
+
+@pytest.mark.parametrize("count", [300, 449, 3000])
+def test_many_ids_and_many_chunks(gpu: int, count: int) -> None:
+    geometry = Geometry(layers=2, blocks=4096, block_size=4, heads=1, head_size=8, element_size=2)
+    world = World(gpu, geometry, chunks=-(-count // 4))
+    ids = np.random.default_rng(count).permutation(4096)[:count]
+    kvraw.store(world.cache, world.chunks, ids, stream=world.stream)
+    kvraw.store(world.cache, world.chunks[: 4 * 0 + 2], ids[:8], stream=world.stream).wait()
+    rows = np.concatenate([world.chunk(at) for at in range(len(world.chunks))], axis=2)[:, :, :count]
+    np.testing.assert_array_equal(rows, world.paged[:, :, ids].transpose(1, 0, 2, 3, 4, 5))
+    other = np.random.default_rng(0).permutation(4096)[:count]
+    kvraw.load(world.cache, world.chunks, other, stream=world.stream).wait()
+    want = world.paged.copy()
+    want[:, :, other] = world.paged[:, :, ids]
+    np.testing.assert_array_equal(world.now(), want)
+    world.close()
+
+
+def test_many_layers_spill_their_table(gpu: int) -> None:
+    world = World(gpu, Geometry(layers=600, blocks=6, block_size=4, heads=1, head_size=8, element_size=2), chunks=1)
+    for ids in ([4, 1], [2, 5, 0]):
+        kvraw.store(world.cache, world.chunks, ids, stream=world.stream).wait()
+        got = world.chunk(0)[:, :, : len(ids)]
+        np.testing.assert_array_equal(got, world.paged[:, :, ids].transpose(1, 0, 2, 3, 4, 5))
+    world.close()
+
+
+def test_offsets_beyond_32_bits(gpu: int) -> None:
+    geometry = Geometry(
+        layers=1, blocks=40961, block_size=16, heads=8, head_size=128, element_size=2
+    )  # 2.5 GiB a plane
+    size = 2 * geometry.blocks * 16 * 2048
+    with kvraw.DeviceBuffer(size, gpu) as memory, kvraw.HostPool(1 << 20, device=gpu) as pool, kvraw.Stream(gpu) as s:
+        cache = kvraw.PagedCache.from_pointers([memory.address], 1, geometry, device=gpu)
+        (chunk, back) = pool.chunks(2, cache.chunk_bytes(32))
+        chunk.numpy()[:] = np.random.default_rng(0).integers(0, 256, chunk.nbytes, dtype=np.uint8)
+        kvraw.load(cache, [chunk], [40960, 39000], stream=s)
+        last, block = memory.address + size - 16 * 2048, 16 * 2048
+        with DeviceScope(gpu):
+            driver().memcpy_async(back.address, last, block, s.handle)
+        s.synchronize()
+        rows = chunk.numpy().reshape(2, 2, block)
+        np.testing.assert_array_equal(back.numpy()[:block], rows[1, 0])
+        kvraw.store(cache, [back], [40960, 39000], stream=s).wait()
+        np.testing.assert_array_equal(back.numpy(), chunk.numpy())
+
+
+def test_the_current_context_stays_as_it_was(world: World) -> None:
+    seen: list[int | None] = []
+
+    def work() -> None:
+        seen.append(current_device())
+        kvraw.store(world.cache, world.chunks, [0], stream=world.stream).wait()
+        seen.append(current_device())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [None, None]
+    with DeviceScope(world.device):
+        work()
+    assert seen[2:] == [world.device, world.device]
+
+
+def test_threads_may_share_a_plan(world: World) -> None:
+    plan = kvraw.TransferPlan(world.cache, "store", chunk_tokens=TOKENS)
+    errors: list[BaseException] = []
+
+    def work(at: int) -> None:
+        try:
+            with kvraw.Stream(world.device) as stream:
+                rng = np.random.default_rng(at)
+                for _ in range(200):
+                    ids = rng.permutation(40)[:4]
+                    plan([world.chunks[at]], ids, stream=stream).wait()
+                    want = world.paged[:, :, ids].transpose(1, 0, 2, 3, 4, 5)
+                    np.testing.assert_array_equal(world.chunk(at), want)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors, errors
+
+
+def test_dropped_transfers_keep_what_they_use(world: World) -> None:
+    with kvraw.Stream(world.device) as stream:
+        for k in range(200):
+            ids = device_ids(tuple(np.random.default_rng(k).permutation(40)[:24]), world.device, stream)
+            kvraw.load(world.cache, world.chunks, ids, stream=stream)
+            del ids
+            if k % 50 == 0:
+                gc.collect()
+        stream.synchronize()
+
+
+def test_torch_tensors_and_streams(gpu: int) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no device")
+    paged = [torch.randn(2, 40, 16, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    cache = kvraw.PagedCache.from_tensors(paged, kv_layout="NHD")
+    assert cache.device == 0
+    chunks = [torch.empty(2, 3, 32, 256, dtype=torch.bfloat16, pin_memory=True) for _ in range(2)]
+    side = torch.cuda.Stream()
+    ids = torch.tensor([39, 0, 17, 5])
+    with torch.cuda.stream(side):
+        want = torch.stack([p[:, ids.cuda()] for p in paged], 1).reshape(2, 3, 64, 256)
+        for where in (ids, ids.cuda(), ids.int().cuda(), ids.tolist()):
+            for c in chunks:
+                c.zero_()
+            kvraw.store(cache, chunks, where, stream=side).wait()
+            assert torch.equal(torch.cat(chunks, 2), want.cpu())
+        for p in paged:
+            p.fill_(float("nan"))
+        kvraw.load(cache, chunks, ids, stream=torch.cuda.current_stream())
+        got = torch.stack([p[:, ids.cuda()] for p in paged], 1).reshape(2, 3, 64, 256)
+        assert torch.equal(got, want)
+        assert torch.isnan(paged[0][:, 1]).all()
+        on_device = [torch.zeros(2, 3, 32, 256, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        kvraw.store(cache, on_device, ids, stream=side).wait()
+        assert torch.equal(torch.cat(on_device, 2), want)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_memcpy_batch(world: World, legacy: bool) -> None:
+    order = np.random.default_rng(2).permutation(40)
+    size = world.paged[0, 0, 0].nbytes
+    src = np.uint64(world.memory.address) + order.astype(np.uint64) * np.uint64(size)
+    target = world.pool.chunks(1, 40 * size)[0]
+    dst = np.uint64(target.address) + np.arange(40, dtype=np.uint64) * np.uint64(size)
+    stream = 0 if legacy else world.stream
+    kvraw.memcpy_batch(dst, src, np.full(40, size), stream=stream, device=world.device).wait()
+    np.testing.assert_array_equal(target.numpy().reshape(40, -1), world.paged[0, 0, order].reshape(40, -1))
+
+
+def test_memcpy_batch_is_cut_into_calls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRAW_MAX_BATCH", "7")
+    test_memcpy_batch(world, False)
+
+
+def test_a_forked_child_gets_a_clear_error(gpu: int) -> None:
+    code = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import kvraw
+from kvraw.runtime.driver import driver
+stream = kvraw.Stream(0)
+buffer = kvraw.DeviceBuffer(64, 0)
+pool = kvraw.HostPool(1 << 16, device=0)
+pid = os.fork()
+if pid == 0:
+    try:
+        kvraw.Stream(0)
+    except kvraw.ForkError as error:
+        ok = "does not survive fork" in str(error)
+    stream.close(); buffer.close(); pool.close()
+    os._exit(0 if ok else 1)
+_, status = os.waitpid(pid, 0)
+stream.synchronize()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_host_pool_creates_no_context() -> None:
+    code = """
+import kvraw
+from kvraw.runtime.driver import driver
+pool = kvraw.HostPool(1 << 20)
+assert driver().context_current() == 0
+assert pool.info()["pinned"] is False
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
+    if "DriverNotFoundError" in done.stderr and os.environ.get("KVRAW_REQUIRE_GPU") != "1":
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr

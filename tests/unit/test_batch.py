@@ -1,0 +1,72 @@
+"""memcpy_batch between host addresses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvraw
+
+
+@given(st.lists(st.integers(0, 700), max_size=40), st.randoms(use_true_random=False), st.integers(0, 63))
+@settings(max_examples=100, deadline=None)
+def test_copies_what_a_loop_copies(sizes: list[int], random: object, shift: int) -> None:
+    rng = np.random.default_rng(random.randrange(2**32))  # type: ignore[attr-defined]
+    src = rng.integers(0, 256, sum(sizes) + 64 * len(sizes) + 200, dtype=np.uint8)
+    dst = rng.integers(0, 256, len(src), dtype=np.uint8)
+    want, at, to, froms, tos = dst.copy(), shift, 64, [], []
+    order = rng.permutation(len(sizes))
+    spots = {}
+    for k in order:
+        spots[int(k)] = to
+        to += sizes[k] + int(rng.integers(0, 64))
+    for k, n in enumerate(sizes):
+        want[spots[k] : spots[k] + n] = src[at : at + n]
+        froms.append(int(src.ctypes.data) + at)
+        tos.append(int(dst.ctypes.data) + spots[k])
+        at += n
+    kvraw.memcpy_batch(tos, froms, sizes).wait()
+    np.testing.assert_array_equal(dst, want)
+
+
+def test_large_copies_go_past_the_caches_and_stay_right() -> None:
+    rng = np.random.default_rng(3)
+    src, dst = rng.integers(0, 256, (24 << 20) + 1, dtype=np.uint8), np.zeros((24 << 20) + 200, np.uint8)
+    parts = np.array([1, 4095, 8 << 20, (4 << 20) + 3, 191, 192, 65], np.uint64)
+    starts = np.concatenate([[0], np.cumsum(parts)[:-1]]).astype(np.uint64)
+    for shift in (0, 1, 63):
+        dst[:] = 7
+        kvraw.memcpy_batch(starts + np.uint64(dst.ctypes.data + shift), starts + np.uint64(src.ctypes.data), parts)
+        total = int(parts.sum())
+        np.testing.assert_array_equal(dst[shift : shift + total], src[:total])
+        assert (dst[:shift] == 7).all()
+        assert (dst[shift + total :] == 7).all()
+
+
+def test_an_entry_may_overlap_itself() -> None:
+    a = np.arange(200, dtype=np.uint8)
+    kvraw.memcpy_batch([a.ctypes.data + 10], [a.ctypes.data], [150])
+    np.testing.assert_array_equal(a[10:160], np.arange(150))
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        (([1], [1, 2], [1]), kvraw.BoundsError, "have 1, 2 and 1 entries"),
+        (([1], [1], [-1]), kvraw.BoundsError, r"sizes\[0\] is -1"),
+        (([0], [1], [1]), kvraw.BoundsError, r"dst\[0\] is null"),
+        (([1], [2**64 - 1], [2]), kvraw.BoundsError, r"src\[0\] plus its size"),
+        (([1.0], [1], [1]), TypeError, "dst holds float64"),
+        (([2**64], [1], [1]), kvraw.BoundsError, r"dst\[0\] is 18446744073709551616"),
+    ],
+)
+def test_bad_vectors(args: tuple[list[object], ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kvraw.memcpy_batch(*args)
+
+
+def test_nothing_is_a_no_op() -> None:
+    kvraw.memcpy_batch([], [], []).wait()
+    kvraw.memcpy_batch([0, 5], [0, 5], [0, 0]).wait()

@@ -1,0 +1,175 @@
+"""Bad input: a clear error that names the argument, the value and the bound, and nothing moved."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvraw
+from kvraw.layout import Geometry
+
+G = Geometry(layers=2, blocks=6, block_size=4, heads=2, head_size=8, element_size=2)
+
+
+class World:
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.paged = rng.integers(0, 255, (2, 2, 6, 4, 2, 16), dtype=np.uint8)
+        self.cache = kvraw.PagedCache.from_pointers([int(t.ctypes.data) for t in self.paged], 1, G)
+        self.chunks = [rng.integers(0, 255, self.cache.chunk_bytes(8), dtype=np.uint8) for _ in range(2)]
+        self.before = self.paged.copy(), [c.copy() for c in self.chunks]
+
+    def assert_untouched(self) -> None:
+        np.testing.assert_array_equal(self.paged, self.before[0])
+        for now, then in zip(self.chunks, self.before[1], strict=True):
+            np.testing.assert_array_equal(now, then)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+BAD_IDS = [
+    ([0, 6], r"block_ids\[1\] is 6, must be in \[0, 6\)"),
+    ([-1, 2], r"block_ids\[0\] is -1, must be in \[0, 6\)"),
+    ([2**62], r"block_ids\[0\] is 4611686018427387904"),
+    ([0, 1, 2, 3, 4], r"chunks has 2 chunks of 2 blocks each, too few for 5 block_ids"),
+]
+
+
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+@pytest.mark.parametrize("verb", ["store", "load"])
+@pytest.mark.parametrize(("ids", "message"), BAD_IDS)
+def test_bad_block_ids(world: World, verb: str, engine: str, ids: list[int], message: str) -> None:
+    for error in (kvraw.BoundsError, ValueError, IndexError):
+        with pytest.raises(error, match=message):
+            getattr(kvraw, verb)(world.cache, world.chunks, ids, engine=engine)
+    world.assert_untouched()
+
+
+def test_bad_ids_behind_the_skip_do_not_matter(world: World) -> None:
+    kvraw.store(world.cache, world.chunks, [99, -5, 3], skip_blocks=2)
+    with pytest.raises(kvraw.BoundsError, match="skip is -1"):
+        kvraw.store(world.cache, world.chunks, [1], skip_blocks=-1)
+
+
+def test_bad_slots(world: World) -> None:
+    with pytest.raises(kvraw.BoundsError, match=r"slots\[2\] is 24, must be in \[0, 24\) \(or negative: left out\)"):
+        kvraw.load_slots(world.cache, world.chunks, [-1, 0, 24])
+    world.assert_untouched()
+
+
+def test_duplicate_ids_are_an_error_in_a_load_only(world: World) -> None:
+    with pytest.raises(kvraw.BoundsError, match="block_ids has 3 more than once"):
+        kvraw.load(world.cache, world.chunks, [3, 1, 3])
+    world.assert_untouched()
+    kvraw.store(world.cache, world.chunks, [3, 1, 3])
+    kvraw.load_slots(world.cache, world.chunks, [-1, -1, 2])
+
+
+def test_checks_can_be_turned_off(world: World) -> None:
+    kvraw.load(world.cache, world.chunks, [3, 1, 3], check=False)
+
+
+def test_objects_of_the_wrong_size(world: World) -> None:
+    with pytest.raises(kvraw.BoundsError, match=r"chunks\[1\] has 1023 bytes, must have 1024"):
+        kvraw.store(world.cache, [world.chunks[0], world.chunks[1][1:]], [0, 1, 2])
+    with pytest.raises(kvraw.BoundsError, match=r"chunks\[0\] has 1023 bytes, must be a multiple of 128"):
+        kvraw.store(world.cache, [world.chunks[0][1:]], [0])
+    with pytest.raises(kvraw.LayoutError, match="must be a positive multiple of the block size 4"):
+        kvraw.store(world.cache, [world.chunks[0][: 128 * 6]], [0])
+    world.assert_untouched()
+
+
+def test_chunks_with_gaps(world: World) -> None:
+    with pytest.raises(kvraw.LayoutError, match=r"chunks\[0\] has shape .* must have no gaps"):
+        kvraw.store(world.cache, [np.zeros((2048, 2), np.uint8)[:, 0]], [0], chunk_tokens=8)
+
+
+def test_addresses_need_a_size(world: World) -> None:
+    where = [int(c.ctypes.data) for c in world.chunks]
+    with pytest.raises(kvraw.LayoutError, match="pass chunk_tokens="):
+        kvraw.store(world.cache, where, [0])
+    kvraw.store(world.cache, where, [0], chunk_tokens=8)
+    with pytest.raises(kvraw.BoundsError, match=r"chunks\[0\] is 0"):
+        kvraw.store(world.cache, [0], [0], chunk_tokens=8)
+
+
+def test_a_closed_pool(world: World) -> None:
+    pool = kvraw.HostPool(1 << 16)
+    chunks = pool.chunks(2, world.cache.chunk_bytes(8))
+    kvraw.store(world.cache, chunks, [0, 1])
+    pool.close()
+    pool.close()
+    for use in (
+        lambda: kvraw.store(world.cache, chunks, [0, 1]),
+        lambda: pool.chunks(1, 8),
+        lambda: chunks[0].numpy(),
+        lambda: chunks[0].free(),
+    ):
+        with pytest.raises(kvraw.ClosedError, match="the pool is closed"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([0.5], TypeError, "block_ids holds float64"),
+        ([True], TypeError, "block_ids holds bool"),
+        ([[0]], kvraw.BoundsError, "block_ids has 2 axes"),
+        (np.array([2**63], np.uint64), kvraw.BoundsError, "block_ids holds 9223372036854775808"),
+    ],
+)
+def test_what_is_no_index(world: World, ids: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kvraw.store(world.cache, world.chunks, ids)
+    world.assert_untouched()
+
+
+@pytest.mark.parametrize("ids", [np.array([3, 5], np.int32), [3, 5], (3, 5), np.array([3, 0, 5], np.int64)[::2]])
+def test_what_is_an_index(world: World, ids: object) -> None:
+    kvraw.store(world.cache, world.chunks, ids)
+    got = world.chunks[0].reshape(2, 2, 8, 32)
+    want = world.paged[:, :, [3, 5]].transpose(1, 0, 2, 3, 4, 5).reshape(2, 2, 8, 32)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_pointers_must_fit_the_format() -> None:
+    with pytest.raises(kvraw.BoundsError, match="pointers has 3 addresses"):
+        kvraw.PagedCache.from_pointers([1, 2, 3], 1, G)
+    with pytest.raises(kvraw.BoundsError, match=r"pointers\[1\] is null"):
+        kvraw.PagedCache.from_pointers([64, 0], 1, G)
+    with pytest.raises(kvraw.LayoutError, match="format 99 is unknown"):
+        kvraw.PagedCache.from_pointers([1, 2], 99, G)
+    with pytest.raises(kvraw.LayoutError, match="blocks are not the outermost axis"):
+        kvraw.PagedCache.from_pointers([1, 2], 1, Geometry(2, 6, 4, 2, 8, 2, block_stride=4096))
+    with pytest.raises(kvraw.LayoutError, match="block_stride is 8 bytes, a block takes 256"):
+        kvraw.PagedCache.from_pointers([1, 2], 2, Geometry(2, 6, 4, 2, 8, 2, block_stride=8))
+
+
+@pytest.mark.parametrize("options", [{"engine": "gpu"}, {"chunk_layout": "TD"}])
+def test_unknown_names_list_the_known(world: World, options: dict[str, str]) -> None:
+    with pytest.raises(kvraw.LayoutError, match=r"gpu.*reference|TD.*2LTD"):
+        kvraw.store(world.cache, world.chunks, [0], **options)
+
+
+def test_the_kernel_engine_wants_a_cache_on_a_gpu(world: World) -> None:
+    with pytest.raises(kvraw.PlacementError, match="the cache is in host memory"):
+        kvraw.store(world.cache, world.chunks, [0], engine="kernel", stream=1)
+
+
+def test_the_cpu_engine_wants_a_cache_on_the_host() -> None:
+    cache = kvraw.PagedCache.from_pointers([4096, 8192], 1, G, device=0)
+    for engine in ("cpu", "reference"):
+        with pytest.raises(kvraw.PlacementError, match="memory of device 0"):
+            kvraw.store(cache, [4096], [0], chunk_tokens=8, engine=engine)
+
+
+def test_no_ids_is_a_no_op(world: World) -> None:
+    for chunks in ([], world.chunks):
+        kvraw.store(world.cache, chunks, []).wait()
+        kvraw.load(world.cache, chunks, np.zeros(0, np.int64)).wait()
+        kvraw.load_slots(world.cache, chunks, []).wait()
+    kvraw.store(world.cache, world.chunks, [1, 2], skip_blocks=7).wait()
+    world.assert_untouched()

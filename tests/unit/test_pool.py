@@ -1,0 +1,88 @@
+"""HostPool: chunks, holes, double frees, lifetimes; unpinned where there is no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+import kvraw
+
+
+def test_chunks_are_aligned_disjoint_and_writable() -> None:
+    with kvraw.HostPool(1 << 20) as pool:
+        chunks = pool.chunks(10, 5000)
+        spans = sorted((c.address, c.address + c.nbytes) for c in chunks)
+        assert all(a % 4096 == 0 for a, _ in spans)
+        assert all(x[1] <= y[0] for x, y in itertools.pairwise(spans))
+        for at, chunk in enumerate(chunks):
+            chunk.numpy()[:] = at
+        assert all((c.numpy() == at).all() for at, c in enumerate(chunks))
+        assert chunks[0].numpy(np.int16).shape == (2500,)
+
+
+def test_random_frees_coalesce() -> None:
+    rng = random.Random(5)
+    with kvraw.HostPool(256 * 4096) as pool:
+        live: list[kvraw.HostChunk] = []
+        for _ in range(2000):
+            if live and rng.random() < 0.5:
+                live.pop(rng.randrange(len(live))).free()
+            else:
+                with contextlib.suppress(MemoryError):
+                    live += pool.chunks(rng.randrange(1, 4), rng.randrange(1, 9 * 4096))
+            used = sum(-(-c.nbytes // 4096) * 4096 for c in live)
+            assert pool.info()["free"] == pool.nbytes - used
+            assert pool.info()["chunks"] == len(live)
+        pool.free(live)
+        assert pool.info()["largest_hole"] == pool.nbytes
+
+
+def test_what_does_not_fit_says_why_and_takes_nothing() -> None:
+    with kvraw.HostPool(8 * 4096) as pool:
+        a, b, c = pool.chunks(3, 2 * 4096)
+        b.free()
+        with pytest.raises(MemoryError, match=r"3 chunks of 8192 bytes: .* \(before this call 16384\), the largest"):
+            pool.chunks(3, 8192)
+        assert pool.info()["free"] == 4 * 4096
+        assert pool.info()["chunks"] == 2
+        assert a.address < c.address
+
+
+def test_double_free_and_foreign_chunks() -> None:
+    with kvraw.HostPool(1 << 16) as pool, kvraw.HostPool(1 << 16) as other:
+        (a,) = pool.chunks(1, 100)
+        (b,) = other.chunks(1, 100)
+        with pytest.raises(ValueError, match="not a live chunk"):
+            pool.free([b])
+        a.free()
+        with pytest.raises(ValueError, match="freed twice"):
+            a.free()
+
+
+def test_a_view_outlives_its_pool() -> None:
+    pool = kvraw.HostPool(1 << 20)
+    (chunk,) = pool.chunks(1, 1 << 19)
+    view = chunk.numpy()
+    view[:] = 42
+    pool.close()
+    del pool, chunk
+    gc.collect()
+    assert (view == 42).all()
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(-1, 8), (1, 0), (1, -5)])
+def test_bad_requests(count: int, nbytes: int) -> None:
+    with kvraw.HostPool(4096) as pool, pytest.raises(kvraw.BoundsError, match=r"count is .*nbytes"):
+        pool.chunks(count, nbytes)
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(kvraw.BoundsError, match="nbytes is 0"):
+        kvraw.HostPool(0)
+    with pytest.raises(MemoryError, match="cannot map"):
+        kvraw.HostPool(1 << 60)
