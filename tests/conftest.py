@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
+
+from kvraw.runtime import driver as driver_module
+from tests.emulator.fake_driver import FakeDriver
 
 
 @pytest.fixture(scope="session")
@@ -19,4 +23,23 @@ def gpu() -> int:
         if os.environ.get("KVRAW_REQUIRE_GPU") == "1":
             pytest.fail(f"KVRAW_REQUIRE_GPU=1, but: {error}")
         pytest.skip(str(error))
+    return 0
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDriver]:
+    """A fake driver in the real one's place; at the end it must have seen no misuse."""
+    fake = FakeDriver()
+    before = driver_module.install(fake)  # type: ignore[arg-type]
+    yield fake
+    driver_module.install(before)
+    assert not fake.violations, fake.violations
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> int:
+    """Device 0 of the emulator, and of the machine."""
+    if request.param == "gpu":
+        return int(request.getfixturevalue("gpu"))
+    request.getfixturevalue("fake")
     return 0

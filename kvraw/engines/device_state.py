@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -91,15 +92,16 @@ class DeviceState:
             self._uploads[len(upload.words)].append(upload)
 
 
+_NONE: dict[int, DeviceState] = {}
 _lock = threading.Lock()
-_states: dict[tuple[int, int], tuple[CudaDriver, DeviceState]] = {}
+_states: weakref.WeakKeyDictionary[CudaDriver, dict[int, DeviceState]] = weakref.WeakKeyDictionary()
 
 
 def device_state(device: int) -> DeviceState:
     """The state of a device; its context is current."""
     d = driver()
-    found = _states.get((id(d), device))
+    found = _states.get(d, _NONE).get(device)
     if found is None:
         with _lock:
-            found = _states.setdefault((id(d), device), (d, DeviceState(device)))
-    return found[1]
+            found = _states.setdefault(d, {}).setdefault(device, DeviceState(device))
+    return found

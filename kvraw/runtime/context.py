@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import TracebackType
 
 from kvraw.errors import PlacementError
-from kvraw.runtime.driver import driver
+from kvraw.runtime.driver import CudaDriver, driver
 
 __all__ = ["DeviceScope", "current_device"]
 
 _lock = threading.Lock()
-_primary: dict[tuple[int, int], int] = {}  # (driver object, device) -> primary context, retained for good
+# Primary contexts by device, retained for good.
+_primary: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 def current_device() -> int | None:
     """Device of the calling thread's current context; None where no context is current."""
     d = driver()
     return d.context_device() if d.context_current() else None
+
+
+def _primary_context(d: CudaDriver, device: int) -> int:
+    with _lock:
+        known = _primary.setdefault(d, {})
+        if device not in known:
+            count = d.device_count()
+            if not 0 <= device < count:
+                raise PlacementError(f"device is {device}, there are {count} devices")
+            known[device] = d.primary_retain(device)
+        return known[device]
 
 
 class DeviceScope:
@@ -37,17 +50,7 @@ class DeviceScope:
         d = driver()
         if d.context_current() and d.context_device() == self._device:
             return self
-        key = (id(d), self._device)
-        context = _primary.get(key)
-        if context is None:
-            with _lock:
-                context = _primary.get(key)
-                if context is None:
-                    count = d.device_count()
-                    if not 0 <= self._device < count:
-                        raise PlacementError(f"device is {self._device}, there are {count} devices")
-                    context = _primary[key] = d.primary_retain(self._device)
-        d.context_push(context)
+        d.context_push(_primary_context(d, self._device))
         self._pushed = True
         return self
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
 
-__all__ = ["CudaDriver", "PointerInfo", "driver", "driver_or_none", "install"]
+__all__ = ["CudaDriver", "PointerInfo", "driver", "driver_if", "driver_or_none", "install", "usable_here"]
 
 MINIMUM_DRIVER = 12000  # CUDA 12.0 (R525): the first that takes the PTX shipped here
 
@@ -331,8 +332,14 @@ def driver_or_none() -> CudaDriver | None:
         return None
 
 
+def driver_if(known: weakref.ref[CudaDriver]) -> CudaDriver | None:
+    """The driver that a finalizer was made with; None in a forked child, and where another driver was put in place."""
+    found = known()
+    return found if found is not None and found is _driver and _pid == os.getpid() else None
+
+
 def usable_here() -> bool:
-    """Whether the driver was started, and by this very process (finalizers in a forked child must not call it)."""
+    """Whether the driver was started, and by this very process."""
     return _driver is not None and _pid == os.getpid()
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from kvraw.errors import BoundsError, ClosedError, DriverError
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver, driver_or_none, usable_here
+from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 
 __all__ = ["DeviceBuffer", "PinnedBuffer", "Registration", "Where", "locate"]
 
@@ -85,10 +85,11 @@ class _Owner:
         self.close()
 
 
-def _free_device(device: int, address: int) -> None:
-    if usable_here():
+def _free_device(known: weakref.ref[CudaDriver], device: int, address: int) -> None:
+    d = driver_if(known)
+    if d is not None:
         with DeviceScope(device):
-            driver().mem_free(address)
+            d.mem_free(address)
 
 
 class DeviceBuffer(_Owner):
@@ -96,9 +97,10 @@ class DeviceBuffer(_Owner):
 
     def __init__(self, nbytes: int, device: int) -> None:
         self.nbytes, self.device = nbytes, device
+        d = driver()
         with DeviceScope(device):
-            self.address = driver().mem_alloc(max(nbytes, 1))
-        self._finalizer = weakref.finalize(self, _free_device, device, self.address)
+            self.address = d.mem_alloc(max(nbytes, 1))
+        self._finalizer = weakref.finalize(self, _free_device, weakref.ref(d), device, self.address)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -106,9 +108,11 @@ class DeviceBuffer(_Owner):
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
 
-def _free_pinned(address: int) -> None:
-    if usable_here():
-        driver().host_free(address)
+def _free_pinned(known: weakref.ref[CudaDriver], device: int, address: int) -> None:
+    d = driver_if(known)
+    if d is not None:
+        with DeviceScope(device):
+            d.host_free(address)
 
 
 class PinnedBuffer(_Owner):
@@ -119,7 +123,7 @@ class PinnedBuffer(_Owner):
         d = driver()
         with DeviceScope(device):
             self.address = d.host_alloc(max(nbytes, 1))
-            self._finalizer = weakref.finalize(self, _free_pinned, self.address)
+            self._finalizer = weakref.finalize(self, _free_pinned, weakref.ref(d), device, self.address)
             try:
                 self.device_address = d.host_device_address(self.address)
             except BaseException:
@@ -131,14 +135,16 @@ _lock = threading.Lock()
 _ranges: list[tuple[int, int]] = []  # what kvraw registered: (address, end), sorted
 
 
-def _unregister(device: int, pieces: list[tuple[int, int]], owner: object = None) -> None:
-    if not usable_here():
-        return
-    with _lock, DeviceScope(device):
-        while pieces:
-            address, _ = piece = pieces.pop()
-            driver().host_unregister(address)
-            _ranges.remove(piece)
+def _unregister(
+    known: weakref.ref[CudaDriver], device: int, pieces: list[tuple[int, int]], owner: object = None
+) -> None:
+    d = driver_if(known)
+    with _lock:
+        _ranges[:] = [r for r in _ranges if r not in pieces]
+    if d is not None:
+        with DeviceScope(device):
+            for address, _ in reversed(pieces):
+                d.host_unregister(address)
 
 
 class Registration(_Owner):
@@ -188,7 +194,7 @@ class Registration(_Owner):
                 if len(shifts) > 1:
                     raise DriverError("CUDA_ERROR_NOT_MAPPED", 211, "cuMemHostGetDevicePointer", "pieces lie apart")
             except BaseException:
-                _unregister(device, pieces)
+                _unregister(weakref.ref(d), device, pieces)
                 raise
         self.device_address = address + shifts.pop()
-        self._finalizer = weakref.finalize(self, _unregister, device, pieces, owner)
+        self._finalizer = weakref.finalize(self, _unregister, weakref.ref(d), device, pieces, owner)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvraw.errors import ClosedError
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver, usable_here
+from kvraw.runtime.driver import CudaDriver, driver, driver_if
 
 __all__ = ["Stream", "stream_handle"]
 
@@ -39,10 +39,11 @@ def stream_handle(stream: object) -> int:
     raise TypeError(f"stream is a {type(stream).__name__}; must have __cuda_stream__ or cuda_stream, or be an int")
 
 
-def _destroy(device: int, handle: int) -> None:
-    if usable_here():
+def _destroy(known: weakref.ref[CudaDriver], device: int, handle: int) -> None:
+    d = driver_if(known)
+    if d is not None:
         with DeviceScope(device):
-            driver().stream_destroy(handle)
+            d.stream_destroy(handle)
 
 
 class Stream:
@@ -50,9 +51,10 @@ class Stream:
 
     def __init__(self, device: int) -> None:
         self.device = device
+        d = driver()
         with DeviceScope(device):
-            self._handle = driver().stream_create()
-        self._finalizer = weakref.finalize(self, _destroy, device, self._handle)
+            self._handle = d.stream_create()
+        self._finalizer = weakref.finalize(self, _destroy, weakref.ref(d), device, self._handle)
 
     @property
     def handle(self) -> int:

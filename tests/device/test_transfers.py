@@ -1,12 +1,9 @@
-"""What only a device shows: ids that live there, streams, placement, large offsets, lifetimes."""
+"""What a device shows, on the emulator and on a GPU: ids that live there, streams, placement, lifetimes."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -16,61 +13,13 @@ import pytest
 import kvraw
 from kvraw.layout import Geometry
 from kvraw.runtime.context import DeviceScope, current_device
-from kvraw.runtime.driver import driver
 from tests.helpers.backends import device_ids
-
-pytestmark = pytest.mark.gpu
-
-G = Geometry(layers=3, blocks=40, block_size=4, heads=2, head_size=16, element_size=2)
-TOKENS = 16
-
-
-class World:
-    """A cache of random bytes on the device, and chunks of random bytes in pinned memory."""
-
-    def __init__(self, device: int, geometry: Geometry = G, chunks: int = 6) -> None:
-        self.device, self.geometry = device, geometry
-        self.stream = kvraw.Stream(device)
-        self.shape = (geometry.layers, 2, geometry.blocks, geometry.block_size, geometry.heads, geometry.head_size * 2)
-        rng = np.random.default_rng(1)
-        self.paged = rng.integers(0, 256, self.shape, dtype=np.uint8)
-        self.memory = kvraw.DeviceBuffer(self.paged.nbytes, device)
-        self.pool = kvraw.HostPool(self.paged.nbytes * 3 + (1 << 20), device=device)
-        (self.mirror,) = self.pool.chunks(1, self.paged.nbytes)
-        self.mirror.numpy()[:] = self.paged.ravel()
-        self.copy(self.memory.address, self.mirror.address, self.paged.nbytes)
-        each = self.paged.nbytes // geometry.layers
-        self.cache = kvraw.PagedCache.from_pointers(
-            [self.memory.address + k * each for k in range(geometry.layers)], 1, geometry, device=device
-        )
-        self.chunks = self.pool.chunks(chunks, self.cache.chunk_bytes(TOKENS))
-        for c in self.chunks:
-            c.numpy()[:] = rng.integers(0, 256, c.nbytes, dtype=np.uint8)
-
-    def copy(self, dst: int, src: int, nbytes: int) -> None:
-        with DeviceScope(self.device):
-            driver().memcpy_async(dst, src, nbytes, self.stream.handle)
-        self.stream.synchronize()
-
-    def now(self) -> np.ndarray:
-        """The cache as it is on the device."""
-        self.copy(self.mirror.address, self.memory.address, self.paged.nbytes)
-        return self.mirror.numpy().reshape(self.shape).copy()
-
-    def chunk(self, at: int) -> np.ndarray:
-        g = self.geometry
-        return self.chunks[at].numpy().reshape(2, g.layers, TOKENS // g.block_size, g.block_size, g.heads, -1)
-
-    def close(self) -> None:
-        self.stream.synchronize()
-        self.pool.close()
-        self.memory.close()
-        self.stream.close()
+from tests.helpers.world import TOKENS, G, World
 
 
 @pytest.fixture
-def world(gpu: int) -> Iterator[World]:
-    w = World(gpu)
+def world(device: int) -> Iterator[World]:
+    w = World(device)
     yield w
     w.close()
 
@@ -199,9 +148,9 @@ def test_a_pool_is_pinned_at_first_use(world: World) -> None:
 
 
 @pytest.mark.parametrize("count", [300, 449, 3000])
-def test_many_ids_and_many_chunks(gpu: int, count: int) -> None:
+def test_many_ids_and_many_chunks(device: int, count: int) -> None:
     geometry = Geometry(layers=2, blocks=4096, block_size=4, heads=1, head_size=8, element_size=2)
-    world = World(gpu, geometry, chunks=-(-count // 4))
+    world = World(device, geometry, chunks=-(-count // 4))
     ids = np.random.default_rng(count).permutation(4096)[:count]
     kvraw.store(world.cache, world.chunks, ids, stream=world.stream)
     kvraw.store(world.cache, world.chunks[: 4 * 0 + 2], ids[:8], stream=world.stream).wait()
@@ -215,33 +164,14 @@ def test_many_ids_and_many_chunks(gpu: int, count: int) -> None:
     world.close()
 
 
-def test_many_layers_spill_their_table(gpu: int) -> None:
-    world = World(gpu, Geometry(layers=600, blocks=6, block_size=4, heads=1, head_size=8, element_size=2), chunks=1)
+def test_many_layers_spill_their_table(device: int) -> None:
+    world = World(device, Geometry(layers=600, blocks=6, block_size=4, heads=1, head_size=8, element_size=2), chunks=1)
     for ids in ([4, 1], [2, 5, 0]):
         kvraw.store(world.cache, world.chunks, ids, stream=world.stream).wait()
         got = world.chunk(0)[:, :, : len(ids)]
         np.testing.assert_array_equal(got, world.paged[:, :, ids].transpose(1, 0, 2, 3, 4, 5))
     world.close()
 
-
-def test_offsets_beyond_32_bits(gpu: int) -> None:
-    geometry = Geometry(
-        layers=1, blocks=40961, block_size=16, heads=8, head_size=128, element_size=2
-    )  # 2.5 GiB a plane
-    size = 2 * geometry.blocks * 16 * 2048
-    with kvraw.DeviceBuffer(size, gpu) as memory, kvraw.HostPool(1 << 20, device=gpu) as pool, kvraw.Stream(gpu) as s:
-        cache = kvraw.PagedCache.from_pointers([memory.address], 1, geometry, device=gpu)
-        (chunk, back) = pool.chunks(2, cache.chunk_bytes(32))
-        chunk.numpy()[:] = np.random.default_rng(0).integers(0, 256, chunk.nbytes, dtype=np.uint8)
-        kvraw.load(cache, [chunk], [40960, 39000], stream=s)
-        last, block = memory.address + size - 16 * 2048, 16 * 2048
-        with DeviceScope(gpu):
-            driver().memcpy_async(back.address, last, block, s.handle)
-        s.synchronize()
-        rows = chunk.numpy().reshape(2, 2, block)
-        np.testing.assert_array_equal(back.numpy()[:block], rows[1, 0])
-        kvraw.store(cache, [back], [40960, 39000], stream=s).wait()
-        np.testing.assert_array_equal(back.numpy(), chunk.numpy())
 
 
 def test_the_current_context_stays_as_it_was(world: World) -> None:
@@ -296,33 +226,6 @@ def test_dropped_transfers_keep_what_they_use(world: World) -> None:
         stream.synchronize()
 
 
-def test_torch_tensors_and_streams(gpu: int) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no device")
-    paged = [torch.randn(2, 40, 16, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    cache = kvraw.PagedCache.from_tensors(paged, kv_layout="NHD")
-    assert cache.device == 0
-    chunks = [torch.empty(2, 3, 32, 256, dtype=torch.bfloat16, pin_memory=True) for _ in range(2)]
-    side = torch.cuda.Stream()
-    ids = torch.tensor([39, 0, 17, 5])
-    with torch.cuda.stream(side):
-        want = torch.stack([p[:, ids.cuda()] for p in paged], 1).reshape(2, 3, 64, 256)
-        for where in (ids, ids.cuda(), ids.int().cuda(), ids.tolist()):
-            for c in chunks:
-                c.zero_()
-            kvraw.store(cache, chunks, where, stream=side).wait()
-            assert torch.equal(torch.cat(chunks, 2), want.cpu())
-        for p in paged:
-            p.fill_(float("nan"))
-        kvraw.load(cache, chunks, ids, stream=torch.cuda.current_stream())
-        got = torch.stack([p[:, ids.cuda()] for p in paged], 1).reshape(2, 3, 64, 256)
-        assert torch.equal(got, want)
-        assert torch.isnan(paged[0][:, 1]).all()
-        on_device = [torch.zeros(2, 3, 32, 256, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        kvraw.store(cache, on_device, ids, stream=side).wait()
-        assert torch.equal(torch.cat(on_device, 2), want)
-
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_memcpy_batch(world: World, legacy: bool) -> None:
@@ -339,42 +242,3 @@ def test_memcpy_batch(world: World, legacy: bool) -> None:
 def test_memcpy_batch_is_cut_into_calls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRAW_MAX_BATCH", "7")
     test_memcpy_batch(world, False)
-
-
-def test_a_forked_child_gets_a_clear_error(gpu: int) -> None:
-    code = """
-import os, sys, warnings
-warnings.simplefilter("ignore")
-import kvraw
-from kvraw.runtime.driver import driver
-stream = kvraw.Stream(0)
-buffer = kvraw.DeviceBuffer(64, 0)
-pool = kvraw.HostPool(1 << 16, device=0)
-pid = os.fork()
-if pid == 0:
-    try:
-        kvraw.Stream(0)
-    except kvraw.ForkError as error:
-        ok = "does not survive fork" in str(error)
-    stream.close(); buffer.close(); pool.close()
-    os._exit(0 if ok else 1)
-_, status = os.waitpid(pid, 0)
-stream.synchronize()
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_host_pool_creates_no_context() -> None:
-    code = """
-import kvraw
-from kvraw.runtime.driver import driver
-pool = kvraw.HostPool(1 << 20)
-assert driver().context_current() == 0
-assert pool.info()["pinned"] is False
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
-    if "DriverNotFoundError" in done.stderr and os.environ.get("KVRAW_REQUIRE_GPU") != "1":
-        pytest.skip(done.stderr.splitlines()[-1])
-    assert done.returncode == 0, done.stderr

@@ -1,0 +1,451 @@
+"""A driver in this process with the methods of `CudaDriver`: kernels run through the PTX interpreter.
+
+Nothing is done when it is asked for. Copies and launches wait in their stream until something waits for them, and streams
+are served in an order drawn from a seed, so a missing wait or memory given back too early shows as wrong bytes. Any call can
+be made to fail at its n-th use.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import random
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvraw.errors import DriverError
+from kvraw.runtime.driver import PointerInfo
+from tests.emulator.ptx_memory import Memory
+from tests.emulator.ptx_run import Module
+
+RESULTS = {
+    "CUDA_ERROR_INVALID_VALUE": 1,
+    "CUDA_ERROR_OUT_OF_MEMORY": 2,
+    "CUDA_ERROR_INVALID_CONTEXT": 201,
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": 209,
+    "CUDA_ERROR_INVALID_PTX": 218,
+    "CUDA_ERROR_INVALID_HANDLE": 400,
+    "CUDA_ERROR_NOT_FOUND": 500,
+    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": 712,
+    "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED": 713,
+    "CUDA_ERROR_LAUNCH_FAILED": 719,
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": 900,
+}
+LEGACY = (0, 1)
+
+
+@functools.cache
+def module_of(image: bytes) -> Module:
+    """Parsed once per image and process."""
+    return Module(image.decode())
+
+
+@dataclass
+class _Ticket:
+    """One recording of an event."""
+
+    done: bool = False
+
+
+@dataclass
+class _Op:
+    work: Callable[[], None]
+    after: _Ticket | None = None
+
+
+@dataclass
+class _Stream:
+    device: int
+    ops: deque[_Op] = field(default_factory=deque)
+    capturing: bool = False
+
+
+@dataclass
+class _Block:
+    """Device memory, pinned memory or a registration."""
+
+    kind: str
+    device: int
+    address: int
+    nbytes: int
+    device_address: int
+    maps: tuple[mmap.mmap, ...] = ()
+
+
+def _address(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+class FakeDriver:
+    """See the module's text. `seed` draws the order in which streams are served."""
+
+    def __init__(self, *, devices: int = 2, version: int = 13000, seed: int = 0) -> None:
+        self.devices, self._version, self.seed = devices, version, seed
+        self.memory = Memory()
+        self.calls: Counter[str] = Counter()
+        self.violations: list[str] = []
+        self._faults: dict[tuple[str, int], str] = {}
+        self._rng = random.Random(seed)
+        self._lock = threading.RLock()
+        self._contexts: dict[int, int] = {}  # handle -> device, primary contexts retained
+        self._current = threading.local()
+        self._blocks: dict[int, _Block] = {}
+        self._streams: dict[int, _Stream] = {s: _Stream(0) for s in LEGACY}
+        self._gone: list[_Stream] = []
+        self._events: dict[int, _Ticket | None] = {}
+        self._libraries: dict[int, Module] = {}
+        self._kernels: dict[int, tuple[Module, str]] = {}
+        self._next = 0x1000
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name.startswith("_") or not callable(value) or name in _CONTROL:
+            return value
+
+        @functools.wraps(value)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self.calls[name] += 1
+                fault = self._faults.pop((name, self.calls[name]), None)
+                if fault is not None:
+                    raise DriverError(fault, RESULTS[fault], name)
+                return value(*args, **kwargs)
+
+        return call
+
+    # for tests
+
+    def fail(self, name: str, nth: int, result: str) -> None:
+        """Make the n-th call from now of a method fail with a result, without doing anything."""
+        self._faults[(name, self.calls[name] + nth)] = result
+
+    def capture(self, stream: int, on: bool) -> None:
+        """Pretend that a capture begins or ends on a stream."""
+        self._streams[stream].capturing = on
+
+    def live(self) -> dict[str, int]:
+        """What was made and not given back."""
+        return {
+            "blocks": len(self._blocks),
+            "streams": len(self._streams) - len(LEGACY),
+            "events": len(self._events),
+            "pending": sum(len(s.ops) for s in self._all()),
+        }
+
+    # plumbing
+
+    def _handle(self) -> int:
+        self._next += 0x10
+        return self._next
+
+    def _error(self, name: str, call: str, detail: str = "", index: int | None = None) -> DriverError:
+        return DriverError(name, RESULTS[name], call, detail, index)
+
+    def _need(self, table: dict[int, Any], handle: int, call: str) -> Any:
+        if handle not in table:
+            raise self._error("CUDA_ERROR_INVALID_HANDLE", call, f"{handle:#x}")
+        return table[handle]
+
+    def _stack(self) -> list[int]:
+        if not hasattr(self._current, "stack"):
+            self._current.stack = []
+        return self._current.stack  # type: ignore[no-any-return]
+
+    def _here(self, call: str) -> int:
+        """Device of the current context; an error without one."""
+        stack = self._stack()
+        if not stack:
+            raise self._error("CUDA_ERROR_INVALID_CONTEXT", call, "no context is current")
+        return self._contexts[stack[-1]]
+
+    def _all(self) -> list[_Stream]:
+        return [*self._streams.values(), *self._gone]
+
+    def _step(self) -> bool:
+        """Do the oldest operation of some stream that can go on; False where none can."""
+        ready = [s for s in self._all() if s.ops and (s.ops[0].after is None or s.ops[0].after.done)]
+        if not ready:
+            return False
+        self._rng.choice(ready).ops.popleft().work()
+        return True
+
+    def _until(self, over: Callable[[], bool], call: str) -> None:
+        while not over():
+            if not self._step():
+                raise AssertionError(f"{call} would wait for ever")
+
+    def _push(self, stream: int, call: str, work: Callable[[], None], after: _Ticket | None = None) -> None:
+        found: _Stream = self._need(self._streams, stream, call)
+        device = self._here(call)
+        if stream not in LEGACY and found.device != device:
+            raise self._error("CUDA_ERROR_INVALID_HANDLE", call, f"stream of device {found.device} on device {device}")
+        found.ops.append(_Op(work, after))
+
+    def _find(self, address: int) -> _Block | None:
+        for b in self._blocks.values():
+            if b.address <= address < b.address + b.nbytes:
+                return b
+            if b.device_address <= address < b.device_address + b.nbytes:
+                return b
+        return None
+
+    def _range(self, address: int, nbytes: int, call: str, index: int | None = None) -> _Block | None:
+        """The block that holds a whole range; None for pageable memory; an error where it spans an end."""
+        block = self._find(address)
+        last = self._find(address + nbytes - 1)
+        if block is not last:
+            raise self._error("CUDA_ERROR_INVALID_VALUE", call, f"{address:#x} + {nbytes} spans an end", index)
+        return block
+
+    # devices and contexts
+
+    def version(self) -> int:
+        return self._version
+
+    def device_count(self) -> int:
+        return self.devices
+
+    def device_name(self, device: int) -> str:
+        return f"Emulated device {device}"
+
+    def device_attribute(self, device: int, name: str) -> int:
+        return {"MULTIPROCESSOR_COUNT": 2, "COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 5}.get(name, 1)
+
+    def device_memory(self, device: int) -> int:
+        return 1 << 30
+
+    def context_current(self) -> int:
+        stack = self._stack()
+        return stack[-1] if stack else 0
+
+    def context_device(self) -> int:
+        return self._here("context_device")
+
+    def context_push(self, context: int) -> None:
+        self._need(self._contexts, context, "context_push")
+        self._stack().append(context)
+
+    def context_pop(self) -> None:
+        self._here("context_pop")
+        self._stack().pop()
+
+    def primary_retain(self, device: int) -> int:
+        handle = 0x100 + device
+        self._contexts[handle] = device
+        return handle
+
+    def primary_release(self, device: int) -> None:
+        self._contexts.pop(0x100 + device)
+
+    # memory
+
+    def _keep(self, block: _Block) -> int:
+        self.memory.add(block.device_address, block.nbytes, f"{block.kind} {block.device_address:#x}")
+        self._blocks[block.address] = block
+        return block.address
+
+    def _drop(self, address: int, kind: str, call: str) -> None:
+        block = self._blocks.get(address)
+        if block is None or block.kind != kind:
+            raise self._error("CUDA_ERROR_INVALID_VALUE", call, f"{address:#x} is no {kind}")
+        # The real call waits for the device first.
+        self._until(lambda: not any(s.ops for s in self._all()), call)
+        del self._blocks[address]
+        self.memory.remove(block.device_address)
+
+    def mem_alloc(self, nbytes: int) -> int:
+        device = self._here("mem_alloc")
+        memory = mmap.mmap(-1, nbytes)
+        np.frombuffer(memory, np.uint8)[:] = 0xDB
+        address = _address(memory)
+        return self._keep(_Block("device", device, address, nbytes, address, (memory,)))
+
+    def mem_free(self, address: int) -> None:
+        self._drop(address, "device", "mem_free")
+
+    def host_alloc(self, nbytes: int) -> int:
+        device = self._here("host_alloc")
+        file = os.memfd_create("pinned")
+        os.ftruncate(file, nbytes)
+        # Mapped twice: the device's address of pinned memory is not the host's.
+        host, mapped = mmap.mmap(file, nbytes), mmap.mmap(file, nbytes)
+        os.close(file)
+        return self._keep(_Block("pinned", device, _address(host), nbytes, _address(mapped), (host, mapped)))
+
+    def host_free(self, address: int) -> None:
+        self._drop(address, "pinned", "host_free")
+
+    def host_register(self, address: int, nbytes: int) -> None:
+        device = self._here("host_register")
+        for b in self._blocks.values():
+            if b.address < address + nbytes and address < b.address + b.nbytes:
+                raise self._error("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "host_register")
+        self._keep(_Block("registered", device, address, nbytes, address))
+
+    def host_unregister(self, address: int) -> None:
+        if address not in self._blocks or self._blocks[address].kind != "registered":
+            raise self._error("CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "host_unregister")
+        if any(s.ops for s in self._all()):
+            self.violations.append(f"host memory {address:#x} unregistered while work is pending")
+        self._drop(address, "registered", "host_unregister")
+
+    def host_device_address(self, address: int) -> int:
+        block = self._find(address)
+        if block is None or block.kind == "device":
+            raise self._error("CUDA_ERROR_INVALID_VALUE", "host_device_address")
+        return block.device_address + address - block.address
+
+    def pointer_info(self, address: int) -> PointerInfo | None:
+        b = self._find(address)
+        if b is None:
+            return None
+        if b.kind == "device":
+            return PointerInfo("device", b.device, address, b.address, b.nbytes)
+        offset = address - b.address if b.address <= address < b.address + b.nbytes else address - b.device_address
+        return PointerInfo("host", b.device, b.device_address + offset, b.address, b.nbytes)
+
+    # streams and events
+
+    def stream_create(self) -> int:
+        handle = self._handle()
+        self._streams[handle] = _Stream(self._here("stream_create"))
+        return handle
+
+    def stream_destroy(self, stream: int) -> None:
+        self._need(self._streams, stream, "stream_destroy")
+        self._gone.append(self._streams.pop(stream))
+
+    def stream_synchronize(self, stream: int) -> None:
+        found: _Stream = self._need(self._streams, stream, "stream_synchronize")
+        self._until(lambda: not found.ops, "stream_synchronize")
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        ticket = self._need(self._events, event, "stream_wait_event")
+        if ticket is not None:
+            self._push(stream, "stream_wait_event", lambda: None, ticket)
+
+    def stream_capturing(self, stream: int) -> bool:
+        return bool(self._need(self._streams, stream, "stream_capturing").capturing)
+
+    def event_create(self, timing: bool = False) -> int:
+        self._here("event_create")
+        handle = self._handle()
+        self._events[handle] = None
+        return handle
+
+    def event_destroy(self, event: int) -> None:
+        self._need(self._events, event, "event_destroy")
+        del self._events[event]
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._need(self._events, event, "event_record")
+        ticket = _Ticket()
+        self._push(stream, "event_record", lambda: setattr(ticket, "done", True))
+        self._events[event] = ticket
+
+    def event_done(self, event: int) -> bool:
+        ticket = self._need(self._events, event, "event_done")
+        for _ in range(self._rng.randrange(4)):
+            self._step()
+        return ticket is None or ticket.done
+
+    def event_synchronize(self, event: int) -> None:
+        ticket = self._need(self._events, event, "event_synchronize")
+        if ticket is not None:
+            self._until(lambda: bool(ticket.done), "event_synchronize")
+
+    def event_milliseconds(self, start: int, end: int) -> float:
+        return 1.0
+
+    # copies
+
+    def _move(self, dst: int, src: int, nbytes: int) -> Callable[[], None]:
+        view = np.ctypeslib.as_array
+        from ctypes import c_uint8
+
+        def at(address: int) -> np.ndarray:
+            return view((c_uint8 * nbytes).from_address(address))
+
+        def work() -> None:
+            at(dst)[:] = at(src).copy()
+
+        return work
+
+    def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        if nbytes == 0:
+            return
+        to, at = (self._range(a, nbytes, "memcpy_async") for a in (dst, src))
+        work = self._move(dst, src, nbytes)
+        if at is None:  # pageable source: read before the call returns
+            import ctypes
+
+            held = ctypes.create_string_buffer(ctypes.string_at(src, nbytes), nbytes)
+            inner = self._move(dst, ctypes.addressof(held), nbytes)
+            work = lambda: (held, inner())[1]  # noqa: E731
+        self._push(stream, "memcpy_async", work)
+        if to is None:  # pageable destination: the call returns when it is done
+            self._until(lambda: not self._streams[stream].ops, "memcpy_async")
+
+    def memset_async(self, dst: int, value: int, nbytes: int, stream: int) -> None:
+        import ctypes
+
+        self._range(dst, nbytes, "memset_async")
+        self._push(stream, "memset_async", lambda: ctypes.memset(dst, value, nbytes) and None)
+
+    def batch_supported(self) -> bool:
+        return self._version >= 12080
+
+    def memcpy_batch_async(self, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+        name = "cuMemcpyBatchAsync"
+        if stream in LEGACY or not len(sizes):
+            raise self._error("CUDA_ERROR_INVALID_VALUE", name)
+        if self._streams[stream].capturing:
+            raise self._error("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", name)
+        work = []
+        for k, (to, at, n) in enumerate(zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True)):
+            for end in (to, at):
+                if n == 0 or self._range(end, n, name, k) is None:
+                    raise self._error("CUDA_ERROR_INVALID_VALUE", name, "empty or pageable", k)
+            work.append(self._move(to, at, n))
+        self._rng.shuffle(work)
+        for one in work:
+            self._push(stream, name, one)
+
+    # kernels
+
+    def library_load(self, image: bytes) -> int:
+        handle = self._handle()
+        self._libraries[handle] = module_of(image)
+        return handle
+
+    def library_unload(self, library: int) -> None:
+        self._need(self._libraries, library, "library_unload")
+        del self._libraries[library]
+
+    def library_kernel(self, library: int, name: str) -> int:
+        module = self._need(self._libraries, library, "library_kernel")
+        if name not in module.entries:
+            raise self._error("CUDA_ERROR_NOT_FOUND", "library_kernel", name)
+        handle = self._handle()
+        self._kernels[handle] = (module, name)
+        return handle
+
+    def launch(self, kernel: int, ctas: int, threads: int, stream: int, params: int) -> None:
+        import ctypes
+
+        module, name = self._need(self._kernels, kernel, "launch")
+        if not 1 <= threads <= 1024 or ctas < 1:
+            raise self._error("CUDA_ERROR_INVALID_VALUE", "launch", f"{ctas} x {threads}")
+        where = ctypes.c_uint64.from_address(params).value
+        block = ctypes.string_at(where, module.entries[name].param_bytes)  # read during the call, as the real one
+        seed = self._rng.randrange(1 << 30)
+        self._push(stream, "launch", lambda: module.run(name, ctas, threads, block, self.memory, seed=seed) and None)
+
+
+_CONTROL = {"fail", "capture", "live"}
