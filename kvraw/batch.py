@@ -92,10 +92,15 @@ def memcpy_batch(
     if not len(n):
         return BatchCopy(None)
     with DeviceScope(device):
-        _enqueue(to, at, n, handle)
         books = device_state(device).books
         books.reap()
-        return BatchCopy(books.open(handle, refs))
+        event = books.take_event()
+        try:
+            _enqueue(to, at, n, handle)
+        except BaseException:
+            books.give_event(event)
+            raise
+        return BatchCopy(books.open(event, handle, refs))
 
 
 def _enqueue(dst: U64, src: U64, sizes: U64, stream: int) -> None:

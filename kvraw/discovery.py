@@ -26,7 +26,8 @@ from math import prod
 from typing import Any, Protocol, TypeAlias
 
 from kvraw.errors import LayoutError
-from kvraw.formats import FORMATS, HOST_LAYOUTS, Format
+from kvraw.formats import Format
+from kvraw.handed_in import ENGINES, HALVES, HINTS, KV_LAYOUTS, KV_LISTS, LETTERS, PRODUCTS, ROWS, Row
 from kvraw.layout import CacheLayout, Geometry, find_format
 
 __all__ = ["Discovery", "Tensors", "View", "discover"]
@@ -57,86 +58,6 @@ class Discovery:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """One way to hand in a format.
-
-    Attributes
-    ----------
-    format : Format
-        What it is.
-    given : str
-        Axes of the list levels, split by commas: ``""`` one tensor, ``"P,L"`` two lists, ``"PL"`` one list, K first.
-    dims : str
-        Physical axes of a tensor: those of `Format`, and ``S`` blocks * block_size, ``F`` heads * block_size *
-        head_size, ``W`` K and V of a head side by side, and the literals ``1`` and ``2``.
-    engines : str
-        Engines that hand it in; empty where only ``format=`` asks for it.
-    lists : str
-        Values of ``kv_list_layout`` that mean it; ``-`` is None.
-    """
-
-    format: Format
-    given: str
-    dims: str
-    engines: str = ""
-    lists: str = "-"
-
-    @property
-    def rare(self) -> bool:
-        """Read so only where nothing else fits: the deprecated fused shapes look like common ones."""
-        return bool(self.format.fused)
-
-    @property
-    def label(self) -> str:
-        return f"format {self.format.number if self.format.number >= 0 else self.format.name}"
-
-    @property
-    def shown(self) -> str:
-        return f"{_GIVEN[self.given]} [{', '.join(_LETTERS[x] for x in self.dims)}]"
-
-
-_LETTERS = {"B": "blocks", "L": "layers", "P": "2", "T": "block_size", "H": "heads", "D": "head_size", "1": "1"}
-_LETTERS |= {"2": "2", "S": "blocks*block_size", "F": "heads*block_size*head_size", "W": "2*head_size"}
-_GIVEN = {"": "one tensor", "L": "a list (one per layer) of", "P": "a list (K, V) of", "PL": "a list (all K, all V) of"}
-_GIVEN |= {"P,L": "two lists (K, V; one per layer) of", "L,P": "a list (one per layer) of pairs (K, V) of"}
-_PRODUCTS = {"S": "BT", "F": "HTD"}
-_HINTS = {"T": "block_size", "H": "num_heads", "D": "head_size"}
-_ENGINES = ("vllm", "sglang", "trtllm")
-_KV_LAYOUTS = ("NHD", "HND")
-_KV_LISTS = ("k_v", "unified")
-# Unified rows hold K and V of a head side by side: a head_size hint may mean one half.
-_HALVES = (10, 11, 12, 13)
-
-_TABLE = (
-    ("", "vllm", "-", "0 BLPTHD"),
-    ("", "vllm trtllm", "-", "8 BLPHTD"),
-    ("", "trtllm", "-", "8 BLPF"),
-    ("L", "vllm", "-", "1 PBTHD, 2 BPTHD, 6 PBHTD, 7 BPHTD, 15 PBH1TD, 13 BTHD, 12 BHTD"),
-    ("L", "vllm", "-", "11 BTHW, 10 BHTW, 11 BTH2D, 10 BHT2D"),
-    ("L", "sglang", "- unified", "5 S1D, 18 BTHD"),
-    ("L", "vllm sglang", "- unified", "3 BTD"),
-    ("P,L", "vllm sglang", "- k_v", "4 SHD, 9 BTHD"),
-    ("L,P", "vllm", "-", "16 BTHD"),
-    ("PL", "sglang", "k_v", "4 SHD"),  # without the hint a list of 3-D tensors is one plane: 5 or 3
-    ("PL", "sglang", "- k_v", "9 BTHD"),
-    # SGLang's host pools, most of which count tokens; K and V are two tensors, or a leading 2 of one.
-    ("P", "", "-", "layer_first LSHD, page_first SLHD, page_first_direct BLTHD, page_head BHTLD"),
-    ("P", "", "-", "layer_first LBTHD, page_first BTLHD"),
-    ("", "", "-", "layer_first PLSHD, page_first PSLHD, page_first_direct PBLTHD, page_head PBHTLD"),
-    ("", "", "-", "layer_first PLBTHD, page_first PBTLHD"),
-    ("", "", "-", "layer_first_mla LSD, page_first_mla SLD, page_first_direct_mla BLTD"),
-    ("", "", "-", "layer_first_mla LS1D, page_first_mla SL1D, page_first_direct_mla BLT1D"),
-    ("", "", "-", "layer_first_mla LBTD, page_first_mla BTLD, layer_first_mla LBT1D, page_first_mla BTL1D"),
-)
-_NAMED = {str(number): row for number, row in FORMATS.items()} | dict(HOST_LAYOUTS)
-_ROWS = tuple(
-    _Row(_NAMED[name], given, dims, engines, lists)
-    for given, engines, lists, shapes in _TABLE
-    for name, dims in (shape.split() for shape in shapes.split(", "))
-)
-
-
-@dataclass(frozen=True, slots=True)
 class _Hints:
     """The hints, checked on their own."""
 
@@ -148,12 +69,12 @@ class _Hints:
     kv_list_layout: str | None
 
     def __post_init__(self) -> None:
-        for name in _HINTS.values():
+        for name in HINTS.values():
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise LayoutError(f"{name} is {value}, must be positive")
-        _one_of("kv_layout", self.kv_layout, _KV_LAYOUTS)
-        _one_of("kv_list_layout", self.kv_list_layout, _KV_LISTS)
+        _one_of("kv_layout", self.kv_layout, KV_LAYOUTS)
+        _one_of("kv_list_layout", self.kv_list_layout, KV_LISTS)
         if self.planes not in (None, 1, 2):
             raise LayoutError(f"planes is {self.planes}, must be 1 or 2")
 
@@ -166,7 +87,8 @@ class _Hints:
 class _Memory:
     """The physical order of a tensor, outermost first.
 
-    `sizes` leaves the size-1 dimensions out, `placed` has them where their strides may put them; `padded` is the outermost stride where it is more than dense.
+    `sizes` leaves the size-1 dimensions out, `placed` has them where their strides may put them; `padded` is the
+    outermost stride where it is more than dense.
     """
 
     sizes: tuple[int, ...]
@@ -179,7 +101,7 @@ class _Memory:
 class _Reading:
     """A row with every axis given a size; `layout` is None where `missing` hints are needed for that."""
 
-    row: _Row
+    row: Row
     dims: tuple[int, ...]
     layout: CacheLayout | None
     missing: tuple[str, ...] = ()
@@ -303,20 +225,20 @@ def _counts(given: str, levels: tuple[int, ...], asked: bool) -> dict[str, int] 
 
 def _solve(letter: str, size: int, sizes: dict[str, int], hints: _Hints) -> tuple[str, ...]:
     """Split a product of axes into `sizes` by the hints; the hints that are missing for that."""
-    known = {axis: getattr(hints, _HINTS[axis]) for axis in _PRODUCTS[letter] if axis in _HINTS}
+    known = {axis: getattr(hints, HINTS[axis]) for axis in PRODUCTS[letter] if axis in HINTS}
     known = {axis: value for axis, value in known.items() if value is not None}
-    unknown = [axis for axis in _PRODUCTS[letter] if axis not in known]
+    unknown = [axis for axis in PRODUCTS[letter] if axis not in known]
     if len(unknown) > 1:
-        return tuple(_HINTS[axis] for axis in unknown if axis in _HINTS)
+        return tuple(HINTS[axis] for axis in unknown if axis in HINTS)
     step = prod(known.values())
     if size % step or (not unknown and size != step):
-        told = " * ".join(f"{_HINTS[axis]}={value}" for axis, value in known.items())
-        raise LayoutError(f"{_LETTERS[letter]} is {size}, must be {'a multiple of ' if unknown else ''}{told}")
+        told = " * ".join(f"{HINTS[axis]}={value}" for axis, value in known.items())
+        raise LayoutError(f"{LETTERS[letter]} is {size}, must be {'a multiple of ' if unknown else ''}{told}")
     sizes.update(known | dict.fromkeys(unknown, size // step))
     return ()
 
 
-def _read(row: _Row, dims: tuple[int, ...], counts: dict[str, int], memory: _Memory, hints: _Hints) -> _Reading:
+def _read(row: Row, dims: tuple[int, ...], counts: dict[str, int], memory: _Memory, hints: _Hints) -> _Reading:
     """The row with these sizes; a LayoutError says why they cannot be."""
     form, sizes = row.format, dict(counts)
     missing: tuple[str, ...] = ()
@@ -324,7 +246,7 @@ def _read(row: _Row, dims: tuple[int, ...], counts: dict[str, int], memory: _Mem
         must = {"1": 1, "2": 2, "P": 2}.get(letter, size)
         if size != must:
             raise LayoutError(f"physical shape {dims} has {size} where {must} must be")
-        if letter in _PRODUCTS:
+        if letter in PRODUCTS:
             missing += _solve(letter, size, sizes, hints)
         else:
             sizes[letter] = size
@@ -342,9 +264,9 @@ def _read(row: _Row, dims: tuple[int, ...], counts: dict[str, int], memory: _Mem
         if width % planes:
             raise LayoutError(f"K and V side by side are {width} elements, must be even for planes={planes}")
         sizes["D"] = width // planes
-    for axis, name in _HINTS.items():
+    for axis, name in HINTS.items():
         hint, size = getattr(hints, name), sizes.get(axis, 1)
-        half = axis == "D" and form.number in _HALVES and planes == 1 and hint is not None and size == 2 * hint
+        half = axis == "D" and form.number in HALVES and planes == 1 and hint is not None and size == 2 * hint
         if hint not in (None, size) and not half:
             raise LayoutError(f"physical shape {dims} gives {name} {size}, the hint {name} is {hint}")
     layers, blocks, tokens, heads, width = (sizes.get(axis, 1) for axis in "LBTHD")
@@ -352,7 +274,7 @@ def _read(row: _Row, dims: tuple[int, ...], counts: dict[str, int], memory: _Mem
     return _Reading(row, dims, CacheLayout(form, geometry))
 
 
-def _assignments(row: _Row, memory: _Memory) -> Iterator[tuple[int, ...]]:
+def _assignments(row: Row, memory: _Memory) -> Iterator[tuple[int, ...]]:
     """Every way to lay the sizes, in order, on the row's axes, the rest being 1; first as the strides have it."""
     yield memory.placed[0]
     for axes in combinations(range(len(row.dims)), len(memory.sizes)):
@@ -364,9 +286,10 @@ def _assignments(row: _Row, memory: _Memory) -> Iterator[tuple[int, ...]]:
 
 def _evident(groups: list[list[_Reading]], memory: _Memory, head_size: int | None) -> list[list[_Reading]]:
     """The groups that the strides of size-1 dimensions speak for, or all of them where they say nothing."""
+    widths = {id(group): group[0].layout.geometry.head_size for group in groups if group[0].layout}
+    # The hint means one half of a fused head only where it cannot be the whole of it.
+    groups = [group for group in groups if head_size in (None, widths.get(id(group), head_size))] or groups
     some = [group for group in groups if any(x.dims in memory.placed for x in group)]
-    widths = {id(group): group[0].layout.geometry.head_size for group in some if group[0].layout}
-    some = [group for group in some if widths.get(id(group)) == head_size] or some
     return [group for group in some if widths.get(id(group)) != 1] or some or groups
 
 
@@ -395,7 +318,7 @@ def _choose(readings: list[_Reading], memory: _Memory, head_size: int | None, wh
         if len(every) == sum(map(len, values)) and every.isdisjoint({None, "-"}):
             options.append(" or ".join(f"{hint}={group[0].value(hint)!r}" for group in groups))
     readable = "; or ".join(str(group[0]) for group in groups)
-    settle = ", or ".join(options) or f"format= and {', '.join(_HINTS.values())}, or hand in unpermuted tensors"
+    settle = ", or ".join(options) or f"format= and {', '.join(HINTS.values())}, or hand in unpermuted tensors"
     raise LayoutError(f"{what} cannot be told apart: {readable}. To settle it pass {settle}")
 
 
@@ -436,16 +359,16 @@ def discover(
         The tensors fit no format, contradict the hints, or cannot be told apart: the text names what settles it.
     """
     hints = _Hints(kv_layout, block_size, num_heads, head_size, planes, kv_list_layout)
-    _one_of("engine", engine, _ENGINES)
+    _one_of("engine", engine, ENGINES)
     if format is not None:
         form = find_format(format)
-        rows = [row for row in _ROWS if row.format == form]
-        rows = rows or [_Row(form, ",".join(form.pointers), form.axes.replace("BT", "S") if form.flat else form.axes)]
+        rows = [row for row in ROWS if row.format == form]
+        rows = rows or [Row(form, ",".join(form.pointers), form.axes.replace("BT", "S") if form.flat else form.axes)]
         source = rows[0].label
     else:
         if kv_list_layout is not None and engine != "sglang":
             raise LayoutError(f"kv_list_layout is {kv_list_layout!r}, engine is {engine!r}: only 'sglang' has it")
-        rows = [x for x in _ROWS if engine in x.engines.split() and (kv_list_layout or "-") in x.lists.split()]
+        rows = [x for x in ROWS if engine in x.engines.split() and (kv_list_layout or "-") in x.lists.split()]
         source = f"engine {engine!r}"
     levels, views = _flatten(tensors)
     memory = _physical(views)

@@ -119,6 +119,8 @@ class TransferPlan:
         device = self.cache.device
         if named == "auto":
             return ("cpu", "the cache is in host memory") if device is None else ("kernel", "the cache is on a GPU")
+        if named == "kernel" and device is None:
+            raise PlacementError("the cache is in host memory; the kernel engine takes a cache on a GPU")
         if named != "kernel" and device is not None:
             raise PlacementError(f"engine is {named!r}, but the cache is memory of device {device}; use 'kernel'")
         return named, "asked for" if engine else f"{config.ENGINE.name} is set"
@@ -137,8 +139,8 @@ class TransferPlan:
         skip : int
             Leading entries to leave out; chunk bytes (store) or cache blocks (load) of theirs stay untouched.
         stream : object
-            Stream of the cache's device that the copy is enqueued on: it sees what the stream was given before, and what
-            the stream is given later sees it. Not needed by the CPU engine, which returns when the copy is done.
+            Stream of the cache's device that the copy is enqueued on: it sees what the stream was given before, and
+            what the stream is given later sees it. Not needed by the CPU engine, which returns when the copy is done.
 
         Raises
         ------
@@ -187,8 +189,7 @@ class TransferPlan:
     def _enqueue(self, row: ChunkRow, index: IndexVector, skip: int, count: int, stream: int) -> Completion:
         assert self._kernel is not None
         device = self.cache.device
-        if device is None:
-            raise PlacementError("the cache is in host memory; the kernel engine takes a cache on a GPU")
+        assert device is not None
         if index.device not in (None, ASK_DRIVER, device):
             raise PlacementError(f"{self._ids_name} lie on device {index.device}, the cache on device {device}")
         with DeviceScope(device):

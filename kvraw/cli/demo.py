@@ -1,7 +1,4 @@
-"""`kvraw demo`: a model's cache blocks go to chunks and come back, and every byte is compared.
-
-What to expect is worked out with plain numpy indexing of shaped arrays; nothing of kvraw's layouts takes part in it.
-"""
+"""`kvraw demo`: a model's cache blocks go to chunks and come back, and every byte is compared (see `truth`)."""
 
 from __future__ import annotations
 
@@ -14,23 +11,19 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import kvraw
 from kvraw import config
 from kvraw.cli.models import Model
+from kvraw.cli.truth import CHUNK_TOKENS, GUARD_BYTES, UNUSED, Truth
 from kvraw.errors import DriverNotFoundError, LayoutError, UnsupportedDriverError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 
 __all__ = ["rows", "run"]
 
-Bytes = npt.NDArray[np.uint8]
-
-CHUNK_TOKENS = 256
-GUARD_BYTES = 4096  # before, between and behind the layers' tensors
-WIPED, UNUSED = 0xA5, 0x5A  # what wiped blocks hold before the load, and chunks before the store
 ROUNDS = 7
+WIPED = 0xA5  # what wiped blocks hold before the load
 
 
 class _Place:
@@ -65,58 +58,6 @@ class _Place:
             self.copy(self.image.address, self.address, self.image.nbytes)
 
 
-class _Truth:
-    """The cache as it was filled, and where memory differs from what it must be."""
-
-    def __init__(self, filled: Bytes, geometry: kvraw.Geometry, ids: npt.NDArray[np.int64]) -> None:
-        g = geometry
-        self.filled, self.ids = filled, ids
-        self.row = g.heads * g.head_size * g.element_size
-        self.shape = (g.planes, g.blocks, g.block_size, self.row)  # of one layer's tensor
-        self.size = g.planes * g.blocks * g.block_size * self.row
-        self.layers = self.tensors(filled)
-
-    def tensors(self, image: Bytes) -> list[Bytes]:
-        """The layers' tensors of an image of the cache, each behind guard bytes."""
-        starts = range(GUARD_BYTES, len(image) - GUARD_BYTES, self.size + GUARD_BYTES)
-        return [image[at : at + self.size].reshape(self.shape) for at in starts]
-
-    def cache_difference(self, image: Bytes) -> str | None:
-        """First byte of the cache that is not as it was filled, guard blocks and guard bytes included."""
-        step = self.size + GUARD_BYTES
-        for layer in range(len(self.layers) + 1):  # guard bytes and the tensor behind them; at last guard bytes alone
-            part = slice(layer * step, (layer + 1) * step)
-            found, right = image[part], self.filled[part]
-            if np.array_equal(found, right):
-                continue
-            at = int(np.argmax(found != right))
-            where = f"guard bytes before layer {layer}, byte {at}"
-            if at >= GUARD_BYTES:
-                plane, block, token, byte = np.unravel_index(at - GUARD_BYTES, self.shape)
-                guard = "" if block in self.ids else " (a guard block)"
-                where = f"cache layer {layer}, plane {plane}, block {block}{guard}, token {token}, byte {byte}"
-            return f"{where}: is {found[at]:#04x}, must be {right[at]:#04x}"
-        return None
-
-    def chunk_difference(self, chunks: list[kvraw.HostChunk]) -> str | None:
-        """First byte of the chunks that is not what the blocks held, in their order; behind the last block, untouched."""
-        planes, _, block_size, _ = self.shape
-        per_chunk = CHUNK_TOKENS // block_size
-        for number, chunk in enumerate(chunks):
-            ids = self.ids[number * per_chunk : (number + 1) * per_chunk]
-            found = chunk.numpy().reshape(planes, len(self.layers), CHUNK_TOKENS, self.row)
-            for layer, tensor in enumerate(self.layers):
-                right = np.full((planes, CHUNK_TOKENS, self.row), UNUSED, np.uint8)
-                right[:, : len(ids) * block_size] = tensor[:, ids].reshape(planes, -1, self.row)
-                if not np.array_equal(found[:, layer], right):
-                    at = np.unravel_index(int(np.argmax(found[:, layer] != right)), right.shape)
-                    return (
-                        f"chunk {number}, plane {at[0]}, layer {layer}, token {at[1]}, byte {at[2]}: "
-                        f"is {found[:, layer][at]:#04x}, must be {right[at]:#04x}"
-                    )
-        return None
-
-
 def _seconds(work: Callable[[], None]) -> float:
     """Median time of `work`, after a warm-up."""
     times = []
@@ -139,7 +80,7 @@ def _choose(engine: str | None, device: int | None) -> tuple[int | None, str]:
     except (DriverNotFoundError, UnsupportedDriverError) as error:
         if named == "kernel" or device is not None:
             raise
-        return None, f"in host memory, on the CPU engine, because there is no GPU here: {error}"
+        return None, f"in host memory, on the CPU engine, because no GPU can be used here: {error}"
     device = device or 0
     with DeviceScope(device):  # tells of a device that is not there
         return device, f"on GPU {device}, {found.device_name(device)}"
@@ -184,7 +125,7 @@ def run(model: Model, mib: int, engine: str | None = None, device: int | None = 
             part[:] = np.frombuffer(random.bytes(len(part)), np.uint8)
         for chunk in chunks:
             chunk.numpy()[:] = UNUSED
-        truth = _Truth(image.copy(), geometry, ids)
+        truth = Truth(image.copy(), geometry, ids)
         starts = [place.address + GUARD_BYTES + k * (tensor_bytes + GUARD_BYTES) for k in range(geometry.layers)]
         cache = kvraw.PagedCache.from_pointers(starts, model.format, geometry, device=device)
 
@@ -199,16 +140,17 @@ def run(model: Model, mib: int, engine: str | None = None, device: int | None = 
             place.upload()
             seconds[way] = timed(move)
             place.download()
-            wrong = truth.chunk_difference(chunks) or truth.cache_difference(image)
+            wrong = truth.chunk_difference([c.numpy() for c in chunks]) or truth.cache_difference(image)
             if wrong:
                 difference = f"after the {way}: {wrong}"
                 break
         plan = kvraw.store(cache, chunks, [], stream=place.stream, engine=engine).plan
-        # One copy of as many bytes between the same memories; last, because it overwrites them.
-        begin, whole = chunks[0].address, pool.view(chunks[0].address, moved).nbytes
+        # One copy of as many bytes between the same memories: the chunks of a new pool lie in a row. Last, because it
+        # overwrites what was compared.
+        begin = pool.view(chunks[0].address, moved).ctypes.data
         plain = {
-            "store": _seconds(lambda: place.copy(begin, place.address, whole)),
-            "load": _seconds(lambda: place.copy(place.address, begin, whole)),
+            "store": _seconds(lambda: place.copy(begin, place.address, moved)),
+            "load": _seconds(lambda: place.copy(place.address, begin, moved)),
         }
         explained = plan.explain().splitlines()
     return {
@@ -239,7 +181,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     m, blocks, chunks, size = report["model"], report["blocks"], report["chunks"], report["bytes"]
     mib = {name: f"{value / 2**20:.1f} MiB" for name, value in size.items()}
     rank = f", one rank of {m['tensor_parallel']}" if m["tensor_parallel"] > 1 else ""
-    shape = f"{m['layers']} layers, KV heads x size {m['heads']} x {m['head_size']}, {m['element_size']} bytes per element"
+    shape = f"{m['layers']} layers, {m['heads']} KV head(s) of {m['head_size']} x {m['element_size']} bytes"
     moved = f"{blocks['moved']} scattered blocks of {m['block_size']} tokens <-> {chunks['count']} chunk(s) of "
     out = [
         ("model", f"{m['name']}: {shape}{rank} ({m['config']})"),
@@ -249,6 +191,6 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for way, speed in report["speed"].items():
         plain = f"{speed['ratio']:.2f} of one {report['plain_copy']} ({speed['plain_copy_gb_per_s']:.1f} GB/s)"
-        out.append((way, f"{speed['gb_per_s']:.1f} GB/s, {plain}"))
+        out.append((way, f"{speed['gb_per_s']:.1f} GB/s (median of {ROUNDS}), {plain}"))
     same = f"every byte is equal: {mib['cache']} of cache with its guards, {mib['chunks']} of chunks"
     return [*out, ("result", same if report["ok"] else f"WRONG, {report['difference']}")]

@@ -61,7 +61,7 @@ def _variables(environ: Mapping[str, str], found: _Findings) -> dict[str, str]:
             except ValueError as error:
                 found.broken(error, f"unset {name} or correct it: {known[name].help}")
         elif name not in _TESTS_VARIABLES:
-            found.better(f"{name} is set, which kvraw does not know", f"it knows {', '.join(known)}")
+            found.better(f"{name} is set, which kvraw does not know", f"kvraw knows {', '.join(known)}")
     return out
 
 
@@ -214,19 +214,21 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("driver", f"none: {gpu['error']}" if gpu["error"] else f"CUDA {gpu['cuda']}{module}"),
     ]
     for x in r["devices"]:
-        text = f"{x['name']}, {x['compute_capability']}, {x['multiprocessors']} SMs, {_size(x['memory_bytes'])}, "
-        text += f"{x['async_engines']} copy engines, {'maps' if x['maps_host_memory'] else 'cannot map'} host memory, "
-        out.append((f"GPU {x['device']}", f"{text}takes {len(x['ptx'])} of {len(r['ptx'])} PTX artifacts"))
+        maps = "maps host memory" if x["maps_host_memory"] else "cannot map host memory"
+        text = f"{x['name']}, compute {x['compute_capability']}, {x['multiprocessors']} SMs, {_size(x['memory_bytes'])}"
+        text += f", {x['async_engines']} copy engines, {maps}, takes {len(x['ptx'])} of {len(r['ptx'])} PTX artifacts"
+        out.append((f"GPU {x['device']}", text))
     kinds = sorted({f".version {x['version']} .target {x['target']}" for x in r["ptx"].values()})
     sound = sum(not x["error"] for x in r["ptx"].values())
     names = " ".join(name.removesuffix(".ptx") for name in r["ptx"])
-    batch = r["batch_memcpy"]
+    batch, kept = r["batch_memcpy"], f"cached in {jit['cache']}" if jit["cache"] else "not cached on disk"
+    compiled = f"kernels ready in {jit['seconds']:.1f} s, {kept}" if r["engines"]["cpu"]["runs"] else "not tried"
     out += [
         ("PTX", f"{names}: {', '.join(kinds)}; {sound} of {len(r['ptx'])} as the manifest's sha256 says"),
         ("batch memcpy", f"{'yes' if batch['supported'] else 'no'}: {batch['reason']}"),
         *[(f"engine {k}", "can run" if v["runs"] else f"cannot run: {v['why_not']}") for k, v in r["engines"].items()],
-        ("CPU", f"{host['usable_cores']} usable cores, the CPU engine takes {host['threads'] or 'no'} threads"),
-        ("numba", f"{jit['version']}, kernels ready in {jit['seconds']:.1f} s, kept in {jit['cache'] or 'no place'}"),
+        ("CPU", f"{host['usable_cores']} usable cores, the CPU engine takes {host['threads'] or 'no'} thread(s)"),
+        ("numba", f"{jit['version']}, {compiled}"),
     ]
     lock = f"soft {_size(memory['memlock_soft_bytes'])}, hard {_size(memory['memlock_hard_bytes'])}"
     pages = ", ".join(f"{k} {v['free']} free of {v['total']}" for k, v in memory["huge_pages"].items()) or "none"

@@ -33,8 +33,10 @@ def threads() -> int:
 
 
 def _kernels() -> ModuleType:
-    from kvraw.engines import cpu_kernels
-
+    try:
+        from kvraw.engines import cpu_kernels
+    except ImportError as error:
+        raise ImportError(f"the CPU engine needs numba, which cannot be imported: {error}") from error
     return cpu_kernels
 
 

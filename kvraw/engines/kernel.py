@@ -134,31 +134,38 @@ class KernelPlan:
         state.books.reap()
         status: StatusWord | None = None
         upload: Upload | None = None
-        with self._lock:
-            kind = (len(src.bases), len(dst.bases), count, _kind(src), _kind(dst))
-            if kind != self._kind:
-                self._arrange(src, dst, count)
-                self._kind = kind
-            if self.check and (kind[3] > 1 or kind[4] > 1):
-                status = state.take_status()
-            long = self._long
-            long[ka.STATUS] = status.device_address if status else 0
-            long[ka.FIRST_ITEM] = first
-            if self._arrangement.upload_words:
-                upload = state.take_upload(self._arrangement.upload_words)
-            self._write((src, dst), first, count, upload)
-            width = self.plan.width(*self._bits)
-            if width != self._width:
-                self._split, self._width = ka.fill_width(self._block.record, self.plan, width), width
-            segments = count * self.plan.runs_per_item * self._split
-            long[ka.SEGMENTS] = segments
-            ctas, threads = launch_shape(segments, self.most_ctas(link, state.multiprocessors))
-            if upload is not None:
-                upload.send(self._arrangement.upload_words, stream)
-            copy_kernel(width).launch(ctas, threads, stream, self._block)
-        # A failure before this line drops status and upload instead of using them again: work may still hold them.
+        event = state.books.take_event()
+        try:
+            with self._lock:
+                kind = (len(src.bases), len(dst.bases), count, _kind(src), _kind(dst))
+                if kind != self._kind:
+                    self._arrange(src, dst, count)
+                    self._kind = kind
+                if self.check and (kind[3] > 1 or kind[4] > 1):
+                    status = state.take_status()
+                if self._arrangement.upload_words:
+                    upload = state.take_upload(self._arrangement.upload_words)
+                self._write((src, dst), first, count, upload)
+                width = self.plan.width(*self._bits)
+                if width != self._width:
+                    self._split, self._width = ka.fill_width(self._block.record, self.plan, width), width
+                segments = count * self.plan.runs_per_item * self._split
+                long = self._long
+                long[ka.SEGMENTS], long[ka.FIRST_ITEM] = segments, first
+                long[ka.STATUS] = status.device_address if status else 0
+                ctas, threads = launch_shape(segments, self.most_ctas(link, state.multiprocessors))
+                if upload is not None:
+                    upload.send(self._arrangement.upload_words, stream)
+                copy_kernel(width).launch(ctas, threads, stream, self._block)
+        except BaseException:
+            # No kernel runs. The upload's own copy may: it is dropped, and freeing it waits.
+            self._kind = ()
+            state.books.give_event(event)
+            if status is not None:
+                state.give_status(status)
+            raise
         settle = None if status is None and upload is None else functools.partial(self._settle, state, status, upload)
-        return state.books.open(stream, (self, src.index, dst.index, refs), settle)
+        return state.books.open(event, stream, (self, src.index, dst.index, refs), settle)
 
     def _arrange(self, src: Operands, dst: Operands, count: int) -> None:
         """Decide where tables and indices go, and write the flags that say so."""

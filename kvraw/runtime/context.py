@@ -28,7 +28,7 @@ def _primary_context(d: CudaDriver, device: int) -> int:
         if device not in known:
             count = d.device_count()
             if not 0 <= device < count:
-                raise PlacementError(f"device is {device}, there are {count} devices")
+                raise PlacementError(f"device is {device}, must be in [0, {count})")
             known[device] = d.primary_retain(device)
         return known[device]
 

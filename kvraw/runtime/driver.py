@@ -57,7 +57,7 @@ class CudaDriver:
         try:
             result = cu.cuInit(0)
         except RuntimeError as error:  # the bindings raise it, not a CUresult, where libcuda.so.1 cannot be loaded
-            raise DriverNotFoundError(f"no CUDA driver: {str(error).splitlines()[0]}") from error
+            raise DriverNotFoundError("no CUDA driver: libcuda.so.1 cannot be loaded") from error
         if result[0].value:
             raise DriverNotFoundError(f"the CUDA driver does not start: cuInit returned {result[0].name}")
         found = self.version()
@@ -315,11 +315,12 @@ def driver() -> CudaDriver:
     with _lock:
         if _driver is None:
             if _absent is not None:
-                raise _absent.with_traceback(None)
+                # A new one each time: a kept exception would hold the frames, and their memory, of whoever caught it.
+                raise type(_absent)(*_absent.args)
             try:
                 _driver, _pid = CudaDriver(), os.getpid()
             except (DriverNotFoundError, UnsupportedDriverError) as error:
-                _absent = error
+                _absent = type(error)(*error.args)
                 raise
     return _driver
 

@@ -74,22 +74,37 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._open)
 
+    def take_event(self) -> int:
+        """An event for `open`, taken before the operation is enqueued. The device's context is current."""
+        with self._lock:
+            if self._events:
+                return self._events.pop()
+        return driver().event_create()
+
+    def give_event(self, event: int) -> None:
+        """Take an event back that was not recorded after all."""
+        with self._lock:
+            self._events.append(event)
+
     def open(
-        self, stream: int, refs: tuple[object, ...], settle: Callable[[], Exception | None] | None = None
+        self,
+        event: int,
+        stream: int,
+        refs: tuple[object, ...],
+        settle: Callable[[], Exception | None] | None = None,
     ) -> Completion:
         """Record an event on a stream behind an operation, and keep `refs` until it is reached.
 
-        The context of the stream's device is current. `settle` runs once, when the operation is over.
+        `settle` runs once, when the operation is over.
         """
-        with self._lock:
-            event = self._events.pop() if self._events else 0
-        d = driver()
-        event = event or d.event_create()
         try:
-            d.event_record(event, stream)
-        except Exception:
-            with self._lock:
-                self._events.append(event)
+            driver().event_record(event, stream)
+        except BaseException:
+            # Nothing will tell when the operation is over, and what it uses must not go before that.
+            driver().stream_synchronize(stream)
+            self.give_event(event)
+            if settle is not None:
+                settle()
             raise
         completion = Completion(self, event, refs, settle)
         with self._lock:

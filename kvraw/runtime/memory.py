@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
 import weakref
 from dataclasses import dataclass
@@ -132,19 +133,56 @@ class PinnedBuffer(_Owner):
 
 
 _lock = threading.Lock()
-_ranges: list[tuple[int, int]] = []  # what kvraw registered: (address, end), sorted
+# What kvraw registered with each driver: (address, end), sorted.
+_ranges: weakref.WeakKeyDictionary[CudaDriver, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
+_stuck: list[tuple[list[tuple[int, int]], object]] = []
 
 
 def _unregister(
     known: weakref.ref[CudaDriver], device: int, pieces: list[tuple[int, int]], owner: object = None
 ) -> None:
+    mine = tuple(pieces)
     d = driver_if(known)
-    with _lock:
-        _ranges[:] = [r for r in _ranges if r not in pieces]
+    failed: Exception | None = None
+    left: list[tuple[int, int]] = []
     if d is not None:
-        with DeviceScope(device):
-            for address, _ in reversed(pieces):
-                d.host_unregister(address)
+        try:
+            with DeviceScope(device):
+                while pieces:
+                    try:
+                        d.host_unregister(pieces[-1][0])
+                    except DriverError as error:
+                        failed = failed or error
+                        left.append(pieces[-1])
+                    pieces.pop()
+        except DriverError as error:
+            failed = error
+            left += pieces
+    with _lock:
+        # A range that the driver would not let go must stay mapped: its address would be taken for registered memory.
+        if left:
+            _stuck.append((left, owner))
+        if d is not None:
+            gone = {piece for piece in mine if piece not in left}
+            _ranges[d] = [r for r in _ranges.get(d, []) if r not in gone]
+    if failed is not None:
+        raise failed
+
+
+def _register(d: CudaDriver, piece: tuple[int, int], pieces: list[tuple[int, int]]) -> None:
+    begin, end = piece
+    with _lock:
+        ranges = _ranges.setdefault(d, [])
+        near = bisect.bisect_left(ranges, piece)
+        for other in ranges[max(near - 1, 0) : near + 1]:
+            if other[0] < end and begin < other[1]:
+                raise BoundsError(
+                    f"address {begin:#x}, {end - begin} bytes overlaps the registration of {other[0]:#x}, "
+                    f"{other[1] - other[0]} bytes"
+                )
+        d.host_register(begin, end - begin)
+        bisect.insort(ranges, piece)
+        pieces.append(piece)
 
 
 class Registration(_Owner):
@@ -175,26 +213,16 @@ class Registration(_Owner):
         self.address, self.nbytes, self.device = address, nbytes, device
         pieces: list[tuple[int, int]] = []
         d = driver()
-        with DeviceScope(device):
-            try:
+        self._finalizer = weakref.finalize(self, _unregister, weakref.ref(d), device, pieces, owner)
+        try:
+            with DeviceScope(device):
                 for at in range(address, address + nbytes, step):
-                    piece = (at, min(at + step, address + nbytes))
-                    with _lock:
-                        near = bisect.bisect_left(_ranges, piece)
-                        for other in _ranges[max(near - 1, 0) : near + 1]:
-                            if other[0] < piece[1] and piece[0] < other[1]:
-                                raise BoundsError(
-                                    f"address {piece[0]:#x}, {piece[1] - piece[0]} bytes overlaps the registration of "
-                                    f"{other[0]:#x}, {other[1] - other[0]} bytes"
-                                )
-                        d.host_register(piece[0], piece[1] - piece[0])
-                        bisect.insort(_ranges, piece)
-                    pieces.append(piece)
+                    _register(d, (at, min(at + step, address + nbytes)), pieces)
                 shifts = {d.host_device_address(at) - at for at, _ in pieces}
                 if len(shifts) > 1:
                     raise DriverError("CUDA_ERROR_NOT_MAPPED", 211, "cuMemHostGetDevicePointer", "pieces lie apart")
-            except BaseException:
-                _unregister(weakref.ref(d), device, pieces)
-                raise
+        except BaseException:
+            with contextlib.suppress(DriverError):
+                self.close()
+            raise
         self.device_address = address + shifts.pop()
-        self._finalizer = weakref.finalize(self, _unregister, weakref.ref(d), device, pieces, owner)

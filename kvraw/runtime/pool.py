@@ -13,9 +13,9 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.errors import BoundsError, ClosedError
+from kvraw.errors import BoundsError, ClosedError, ForkError
 from kvraw.runtime.context import current_device
-from kvraw.runtime.driver import driver_or_none, usable_here
+from kvraw.runtime.driver import driver, driver_or_none, usable_here
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.memory import Registration
 
@@ -23,6 +23,13 @@ __all__ = ["HostChunk", "HostPool"]
 
 _log = logging.getLogger("kvraw")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+
+def _gpu_at_hand() -> bool:
+    try:
+        return driver_or_none() is not None
+    except ForkError:  # a child that wants host memory alone may have it
+        return False
 
 
 class HostChunk:
@@ -95,10 +102,8 @@ class HostPool:
         self._busy: list[Completion] = []
         self._registration: Registration | None = None
         self._closed = False
-        if pin is None and device is None and driver_or_none() is not None:
-            device = current_device()
-        elif pin and device is None:
-            device = 0
+        if device is None:
+            device = 0 if pin else current_device() if pin is None and _gpu_at_hand() else None
         if device is not None and pin is not False:
             self.pin(device)
 
@@ -123,6 +128,7 @@ class HostPool:
             return
         with self._lock:
             if self._registration is None:
+                driver()  # before the work of populating
                 memory = self._memory
                 try:
                     memory.madvise(_MADV_POPULATE_WRITE)
@@ -149,12 +155,12 @@ class HostPool:
             for _ in range(count):
                 at = next((i for i, (_, hole) in enumerate(self._holes) if hole >= size), None)
                 if at is None:
-                    free, largest = sum(h for _, h in self._holes), max((h for _, h in self._holes), default=0)
                     for chunk in out:
                         self._give_back(chunk.address - self.address)
+                    holes = [h for _, h in self._holes]
                     raise MemoryError(
-                        f"the pool cannot give {count} chunks of {nbytes} bytes: {free} of {self.nbytes} bytes are "
-                        f"free (before this call {free + len(out) * size}), the largest hole is {largest}"
+                        f"the pool cannot give {count} chunks of {nbytes} bytes: {sum(holes)} of {self.nbytes} bytes are "
+                        f"free, the largest hole is {max(holes, default=0)}"
                     )
                 offset, hole = self._holes[at]
                 self._holes[at : at + 1] = [(offset + size, hole - size)] if hole > size else []

@@ -1,8 +1,8 @@
 """A driver in this process with the methods of `CudaDriver`: kernels run through the PTX interpreter.
 
-Nothing is done when it is asked for. Copies and launches wait in their stream until something waits for them, and streams
-are served in an order drawn from a seed, so a missing wait or memory given back too early shows as wrong bytes. Any call can
-be made to fail at its n-th use.
+Nothing is done when it is asked for: copies and launches wait in their stream until something waits for them
+(`fake_streams`), so a missing wait, or memory given back too early, shows as wrong bytes. Any call can be made to fail
+at its n-th use.
 """
 
 from __future__ import annotations
@@ -10,60 +10,25 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-import random
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvraw.errors import DriverError
 from kvraw.runtime.driver import PointerInfo
+from tests.emulator.fake_streams import LEGACY, RESULTS, FakeStreams
 from tests.emulator.ptx_memory import Memory
 from tests.emulator.ptx_run import Module
-
-RESULTS = {
-    "CUDA_ERROR_INVALID_VALUE": 1,
-    "CUDA_ERROR_OUT_OF_MEMORY": 2,
-    "CUDA_ERROR_INVALID_CONTEXT": 201,
-    "CUDA_ERROR_NO_BINARY_FOR_GPU": 209,
-    "CUDA_ERROR_INVALID_PTX": 218,
-    "CUDA_ERROR_INVALID_HANDLE": 400,
-    "CUDA_ERROR_NOT_FOUND": 500,
-    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": 712,
-    "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED": 713,
-    "CUDA_ERROR_LAUNCH_FAILED": 719,
-    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": 900,
-}
-LEGACY = (0, 1)
 
 
 @functools.cache
 def module_of(image: bytes) -> Module:
     """Parsed once per image and process."""
     return Module(image.decode())
-
-
-@dataclass
-class _Ticket:
-    """One recording of an event."""
-
-    done: bool = False
-
-
-@dataclass
-class _Op:
-    work: Callable[[], None]
-    after: _Ticket | None = None
-
-
-@dataclass
-class _Stream:
-    device: int
-    ops: deque[_Op] = field(default_factory=deque)
-    capturing: bool = False
 
 
 @dataclass
@@ -82,26 +47,22 @@ def _address(memory: mmap.mmap) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
-class FakeDriver:
+class FakeDriver(FakeStreams):
     """See the module's text. `seed` draws the order in which streams are served."""
 
     def __init__(self, *, devices: int = 2, version: int = 13000, seed: int = 0) -> None:
-        self.devices, self._version, self.seed = devices, version, seed
+        super().__init__(seed)
+        self.devices, self._version = devices, version
         self.memory = Memory()
         self.calls: Counter[str] = Counter()
         self.violations: list[str] = []
         self._faults: dict[tuple[str, int], str] = {}
-        self._rng = random.Random(seed)
         self._lock = threading.RLock()
         self._contexts: dict[int, int] = {}  # handle -> device, primary contexts retained
         self._current = threading.local()
         self._blocks: dict[int, _Block] = {}
-        self._streams: dict[int, _Stream] = {s: _Stream(0) for s in LEGACY}
-        self._gone: list[_Stream] = []
-        self._events: dict[int, _Ticket | None] = {}
         self._libraries: dict[int, Module] = {}
         self._kernels: dict[int, tuple[Module, str]] = {}
-        self._next = 0x1000
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -140,18 +101,6 @@ class FakeDriver:
 
     # plumbing
 
-    def _handle(self) -> int:
-        self._next += 0x10
-        return self._next
-
-    def _error(self, name: str, call: str, detail: str = "", index: int | None = None) -> DriverError:
-        return DriverError(name, RESULTS[name], call, detail, index)
-
-    def _need(self, table: dict[int, Any], handle: int, call: str) -> Any:
-        if handle not in table:
-            raise self._error("CUDA_ERROR_INVALID_HANDLE", call, f"{handle:#x}")
-        return table[handle]
-
     def _stack(self) -> list[int]:
         if not hasattr(self._current, "stack"):
             self._current.stack = []
@@ -163,29 +112,6 @@ class FakeDriver:
         if not stack:
             raise self._error("CUDA_ERROR_INVALID_CONTEXT", call, "no context is current")
         return self._contexts[stack[-1]]
-
-    def _all(self) -> list[_Stream]:
-        return [*self._streams.values(), *self._gone]
-
-    def _step(self) -> bool:
-        """Do the oldest operation of some stream that can go on; False where none can."""
-        ready = [s for s in self._all() if s.ops and (s.ops[0].after is None or s.ops[0].after.done)]
-        if not ready:
-            return False
-        self._rng.choice(ready).ops.popleft().work()
-        return True
-
-    def _until(self, over: Callable[[], bool], call: str) -> None:
-        while not over():
-            if not self._step():
-                raise AssertionError(f"{call} would wait for ever")
-
-    def _push(self, stream: int, call: str, work: Callable[[], None], after: _Ticket | None = None) -> None:
-        found: _Stream = self._need(self._streams, stream, call)
-        device = self._here(call)
-        if stream not in LEGACY and found.device != device:
-            raise self._error("CUDA_ERROR_INVALID_HANDLE", call, f"stream of device {found.device} on device {device}")
-        found.ops.append(_Op(work, after))
 
     def _find(self, address: int) -> _Block | None:
         for b in self._blocks.values():
@@ -309,59 +235,6 @@ class FakeDriver:
             return PointerInfo("device", b.device, address, b.address, b.nbytes)
         offset = address - b.address if b.address <= address < b.address + b.nbytes else address - b.device_address
         return PointerInfo("host", b.device, b.device_address + offset, b.address, b.nbytes)
-
-    # streams and events
-
-    def stream_create(self) -> int:
-        handle = self._handle()
-        self._streams[handle] = _Stream(self._here("stream_create"))
-        return handle
-
-    def stream_destroy(self, stream: int) -> None:
-        self._need(self._streams, stream, "stream_destroy")
-        self._gone.append(self._streams.pop(stream))
-
-    def stream_synchronize(self, stream: int) -> None:
-        found: _Stream = self._need(self._streams, stream, "stream_synchronize")
-        self._until(lambda: not found.ops, "stream_synchronize")
-
-    def stream_wait_event(self, stream: int, event: int) -> None:
-        ticket = self._need(self._events, event, "stream_wait_event")
-        if ticket is not None:
-            self._push(stream, "stream_wait_event", lambda: None, ticket)
-
-    def stream_capturing(self, stream: int) -> bool:
-        return bool(self._need(self._streams, stream, "stream_capturing").capturing)
-
-    def event_create(self, timing: bool = False) -> int:
-        self._here("event_create")
-        handle = self._handle()
-        self._events[handle] = None
-        return handle
-
-    def event_destroy(self, event: int) -> None:
-        self._need(self._events, event, "event_destroy")
-        del self._events[event]
-
-    def event_record(self, event: int, stream: int) -> None:
-        self._need(self._events, event, "event_record")
-        ticket = _Ticket()
-        self._push(stream, "event_record", lambda: setattr(ticket, "done", True))
-        self._events[event] = ticket
-
-    def event_done(self, event: int) -> bool:
-        ticket = self._need(self._events, event, "event_done")
-        for _ in range(self._rng.randrange(4)):
-            self._step()
-        return ticket is None or ticket.done
-
-    def event_synchronize(self, event: int) -> None:
-        ticket = self._need(self._events, event, "event_synchronize")
-        if ticket is not None:
-            self._until(lambda: bool(ticket.done), "event_synchronize")
-
-    def event_milliseconds(self, start: int, end: int) -> float:
-        return 1.0
 
     # copies
 

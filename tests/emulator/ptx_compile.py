@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from tests.emulator import ptx_access, ptx_warp
+from tests.emulator.ptx_float import FLOAT_OPS
 from tests.emulator.ptx_frame import CARRY, Frame, Mask, Slots, Step, write
 from tests.emulator.ptx_memory import Array
-from tests.emulator.ptx_ops import DTYPES, OPS, Op
+from tests.emulator.ptx_ops import DTYPES, Op
+from tests.emulator.ptx_ops import OPS as _INTEGER_OPS
 from tests.emulator.ptx_text import (
     SIZES,
     SPECIALS,
@@ -28,6 +30,7 @@ from tests.emulator.ptx_text import (
     Vector,
 )
 
+OPS = {**_INTEGER_OPS, **FLOAT_OPS}
 MOVES = {f"mov.{kind}": kind for kind in SIZES if SIZES[kind] in (1, 16, 32, 64) and kind != "f16"}
 BRANCHES = ("bra", "bra.uni")
 EXITS = ("ret", "exit")
@@ -89,7 +92,7 @@ class _Compiler:
             raise PtxSyntaxError(instruction.line, f"{operand} is no {kind} source of {instruction.opcode}")
         if operand.bits == SIZES[kind]:
             return self.slots.register(operand, kind)
-        if not wide or operand.bits < SIZES[kind] or kind == "pred":
+        if not wide or operand.bits < SIZES[kind] or kind[0] in "fp":
             raise PtxSyntaxError(instruction.line, f"{operand.name} has {operand.bits} bits, {kind} is asked for")
         return self.slots.register(operand, f"u{operand.bits}")
 
@@ -98,7 +101,7 @@ class _Compiler:
             raise PtxSyntaxError(instruction.line, f"{operand} is no destination of {instruction.opcode}")
         if operand.bits == SIZES[kind]:
             return self.slots.register(operand, kind)
-        if not wide or operand.bits < SIZES[kind] or operand.bits == 1:
+        if not wide or operand.bits < SIZES[kind] or kind[0] in "fp":
             raise PtxSyntaxError(instruction.line, f"{operand.name} has {operand.bits} bits, {kind} is given")
         return self.slots.register(operand, f"{'s' if kind[0] == 's' else 'u'}{operand.bits}")
 

@@ -115,6 +115,7 @@ class Frame:
         thread = np.tile(np.arange(self.width, dtype=np.uint32), len(ctas))
         self.alive: Lanes = thread < block
         self.lane_id = thread % np.uint32(WARP)
+        self.warp_starts = np.arange(self.lanes) & ~(WARP - 1)
         self.cta_index = np.repeat(np.arange(len(ctas), dtype=np.uint64), self.width)
         self._shared_bases = self.cta_index * np.uint64(self.shared.strides[0]) + np.uint64(self.shared.ctypes.data)
         specials = {

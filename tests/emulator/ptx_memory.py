@@ -15,7 +15,7 @@ Addresses = npt.NDArray[np.uint64]
 
 _BASE = 4096  # where the view of the address space starts: no address below it is ever valid
 _END = 1 << 47
-_SPACE = np.frombuffer((ctypes.c_ubyte * (_END - _BASE)).from_address(_BASE), np.uint8)
+_SPACE: Array = np.ctypeslib.as_array((ctypes.c_ubyte * (_END - _BASE)).from_address(_BASE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +155,14 @@ def check_alignment(addresses: Addresses, nbytes: int) -> None:
 def _view(dtype: np.dtype[Any], count: int) -> Array:
     size = dtype.itemsize * count
     space = _SPACE[: (_SPACE.size // size) * size].view(dtype)
-    return space.reshape(-1, count) if count > 1 else space
+    found: Array = space.reshape(-1, count) if count > 1 else space
+    return found
 
 
 def _places(addresses: Addresses, nbytes: int) -> npt.NDArray[np.int64]:
     distance: Addresses = np.subtract(addresses, np.uint64(_BASE))
-    return np.right_shift(distance, np.uint64(nbytes.bit_length() - 1)).view(np.int64)
+    found: npt.NDArray[np.int64] = np.right_shift(distance, np.uint64(nbytes.bit_length() - 1)).view(np.int64)
+    return found
 
 
 def gather(addresses: Addresses, dtype: np.dtype[Any], count: int) -> Array:

@@ -56,7 +56,8 @@ def _high_u64(a: Array, b: Array) -> Array:
     a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
     middle = a1 * b0 + (a0 * b0 >> half)
     other = a0 * b1 + (middle & low)
-    return np.add(a1 * b1 + (middle >> half), other >> half)
+    result: Array = np.add(a1 * b1 + (middle >> half), other >> half)
+    return result
 
 
 def _high(kind: str) -> Callable[[Array, Array], Array]:
@@ -94,14 +95,15 @@ def _remainder(kind: str) -> Callable[[Array, Array], Array]:
 
 def _shift_left(a: Array, b: Array) -> Array:
     width = a.dtype.itemsize * 8
-    return np.where(b < width, a << (b & np.uint32(width - 1)).astype(a.dtype), a.dtype.type(0))
+    result: Array = np.where(b < width, a << (b & np.uint32(width - 1)).astype(a.dtype), a.dtype.type(0))
+    return result
 
 
 def _shift_right(a: Array, b: Array) -> Array:
     width = a.dtype.itemsize * 8
-    if a.dtype.kind == "i":
-        return np.right_shift(a, np.minimum(b, np.uint32(width - 1)).astype(a.dtype))
-    return np.where(b < width, a >> (b & np.uint32(width - 1)).astype(a.dtype), a.dtype.type(0))
+    near = a >> np.minimum(b, np.uint32(width - 1)).astype(a.dtype)
+    result: Array = near if a.dtype.kind == "i" else np.where(b < width, near, a.dtype.type(0))
+    return result
 
 
 def _funnel(left: bool, wrap: bool) -> Callable[[Array, Array, Array], Array]:
@@ -116,7 +118,8 @@ def _funnel(left: bool, wrap: bool) -> Callable[[Array, Array, Array], Array]:
 def _ones(count: Array, width: int) -> Array:
     """Masks of `count` low bits, at most `width`."""
     full = np.uint64((1 << width) - 1)
-    return np.where(count >= width, full, (np.uint64(1) << (count & np.uint64(63))) - np.uint64(1))
+    result: Array = np.where(count >= width, full, (np.uint64(1) << (count & np.uint64(63))) - np.uint64(1))
+    return result
 
 
 def _extract(kind: str) -> Callable[[Array, Array, Array], Array]:
@@ -185,7 +188,8 @@ def _leading_zeros(a: Array) -> Array:
     width = a.dtype.itemsize * 8
     for shift in (1, 2, 4, 8, 16, 32)[: width.bit_length() - 1]:
         a = a | (a >> a.dtype.type(shift))  # all bits below the highest
-    return np.subtract(np.uint32(width), _popcount(a))
+    result: Array = np.subtract(np.uint32(width), _popcount(a))
+    return result
 
 
 def _reverse(a: Array) -> Array:
@@ -216,11 +220,12 @@ def _first(function: Callable[..., tuple[Array, Array]]) -> Callable[..., Array]
     return lambda *sources: function(*sources)[0]
 
 
-def _convert(to: str, source: str, saturate: bool) -> Callable[[Array], Array]:
-    if not saturate:
-        return lambda a: _as(a, to)
-    low = max(np.iinfo(DTYPES[to]).min, np.iinfo(DTYPES[source]).min)
-    high = min(np.iinfo(DTYPES[to]).max, np.iinfo(DTYPES[source]).max)
+def _saturate(to: str, source: str) -> Callable[[Array], Array] | None:
+    """Return the conversion that clamps, or None where there is nothing to clamp and so no such instruction."""
+    have, want = np.iinfo(DTYPES[source]), np.iinfo(DTYPES[to])
+    low, high = max(want.min, have.min), min(want.max, have.max)
+    if (low, high) == (have.min, have.max):
+        return None
     limits = DTYPES[source].type(low), DTYPES[source].type(high)
     return lambda a: _as(np.clip(a, *limits), to)
 
@@ -290,7 +295,7 @@ def _selection() -> None:
         OPS[name] = Op(("u64",), ("u64",), np.positive)
 
 
-_COMPARE: dict[str, Callable[..., Array]] = {
+COMPARE: dict[str, Callable[..., Array]] = {
     "eq": np.equal,
     "ne": np.not_equal,
     "lt": np.less,
@@ -299,19 +304,21 @@ _COMPARE: dict[str, Callable[..., Array]] = {
     "ge": np.greater_equal,
 }
 _UNSIGNED_COMPARE = {"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
-COMBINE: dict[str, Callable[..., Array]] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+_COMBINE: dict[str, Callable[..., Array]] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
-def comparisons(kind: str, compares: dict[str, Callable[..., Array]]) -> None:
-    """Add the forms of `setp` for one type: plain, and combined with a third predicate."""
+def comparisons(kind: str, compares: dict[str, Callable[..., Array]]) -> dict[str, Op]:
+    """Return the forms of `setp` for one type: plain, and combined with a third predicate."""
+    results = ("pred",) if kind == "f16" else ("pred", "pred")
+    ops = {}
     for name, compare in compares.items():
 
         def plain(a: Array, b: Array, compare: Callable[..., Array] = compare) -> tuple[Array, Array]:
             found = compare(a, b)
             return found, ~found
 
-        OPS[f"setp.{name}.{kind}"] = Op(("pred", "pred"), (kind, kind), plain)
-        for word, combine in COMBINE.items():
+        ops[f"setp.{name}.{kind}"] = Op(results, (kind, kind), plain)
+        for word, combine in _COMBINE.items():
 
             def combined(
                 a: Array,
@@ -323,22 +330,24 @@ def comparisons(kind: str, compares: dict[str, Callable[..., Array]]) -> None:
                 found = compare(a, b)
                 return combine(found, c), combine(~found, c)
 
-            OPS[f"setp.{name}.{word}.{kind}"] = Op(("pred", "pred"), (kind, kind, "pred"), combined)
+            ops[f"setp.{name}.{word}.{kind}"] = Op(results, (kind, kind, "pred"), combined)
+    return ops
 
 
 def _comparisons() -> None:
     for kind in (*_BITS, *_INTEGERS):
-        equality = {name: _COMPARE[name] for name in ("eq", "ne")}
-        comparisons(kind, {"b": equality, "s": _COMPARE, "u": _COMPARE | _UNSIGNED_COMPARE}[kind[0]])
+        equality = {name: COMPARE[name] for name in ("eq", "ne")}
+        OPS.update(comparisons(kind, {"b": equality, "s": COMPARE, "u": COMPARE | _UNSIGNED_COMPARE}[kind[0]]))
 
 
 def _conversions() -> None:
     integers = [f"{k}{bits}" for k in "us" for bits in (8, 16, 32, 64)]
     for to in integers:
         for source in integers:
-            for saturate in (False, True):
-                name = f"cvt{'.sat' if saturate else ''}.{to}.{source}"
-                OPS[name] = Op((to,), (source,), _convert(to, source, saturate), wide=True)
+            OPS[f"cvt.{to}.{source}"] = Op((to,), (source,), lambda a, to=to: _as(a, to), wide=True)
+            saturate = _saturate(to, source)
+            if saturate is not None:
+                OPS[f"cvt.sat.{to}.{source}"] = Op((to,), (source,), saturate, wide=True)
 
 
 _arithmetic()

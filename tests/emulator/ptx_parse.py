@@ -68,7 +68,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.source = text
         self.tokens = list(_tokens(text))
-        self.tokens.append(_Token("end", "", text.count("\n") + 1, len(text), len(text)))
+        self.tokens += [_Token("end", "", text.count("\n") + 1, len(text), len(text))] * 2
         self.at = 0
         self.text = Text()
         self.shared: dict[str, Variable] = {}
@@ -267,6 +267,8 @@ class _Parser:
             if guard.bits != 1:
                 self.fail("a guard must be a predicate")
         opcode = self.word()
+        if opcode[0] in ".%":
+            self.fail(f"{opcode} is no instruction")
         operands = []
         while self.now.text != ";":
             operands.append(self.operand())

@@ -37,21 +37,27 @@ def members(instruction: Instruction, slots: Slots) -> int:
 def ready(frame: Frame, instruction: Instruction, slot: int, mask: Mask) -> Lanes:
     """Return which of the lanes here have all the living lanes of their member mask here with them."""
     here = frame.alive if mask is None else mask
+    whole = ((frame.rows[slot] == _ALL) | ~here).all()
+    if whole and (mask is None or np.array_equal(mask, frame.alive)):
+        return here
     bits, alive = _bits(here), _bits(frame.alive)
     named = frame.rows[slot].reshape(-1, WARP)
-    complete = ((named & alive) & ~bits) == 0
+    going: Lanes = (((named & alive) & ~bits) == 0).reshape(-1) & here
+    if not whole:
+        _check_members(frame, instruction, named, here, going)
+    return going
+
+
+def _check_members(frame: Frame, instruction: Instruction, named: Array, here: Lanes, going: Lanes) -> None:
     own = np.left_shift(np.uint32(1), np.arange(WARP, dtype=np.uint32))
     lane = frame.first(((named & own) == 0).reshape(-1), here)
     if lane is not None:
         frame.fault(instruction, lane, "the executing lane is not in its own member mask")
-    going: Lanes = complete.reshape(-1) & here
-    if (named != _ALL).any():
-        same = named[:, :, None] == named[:, None, :]
-        both = ((named[:, :, None] & own) != 0) & going.reshape(-1, 1, WARP) & going.reshape(-1, WARP, 1)
-        lane = frame.first((both & ~same).any(axis=2).reshape(-1), going)
-        if lane is not None:
-            frame.fault(instruction, lane, "lanes of one warp give different member masks")
-    return going
+    together = (named[:, :, None] & own) & np.where(going.reshape(-1, 1, WARP), _ALL, np.uint32(0))
+    different = (together != 0) & (named[:, :, None] != named[:, None, :])
+    lane = frame.first(different.any(axis=2).reshape(-1), going)
+    if lane is not None:
+        frame.fault(instruction, lane, "lanes of one warp give different member masks")
 
 
 def _source_lanes(mode: str, lane: Array, b: Array, c: Array) -> tuple[Array, Lanes]:
@@ -71,7 +77,7 @@ def _source_lanes(mode: str, lane: Array, b: Array, c: Array) -> tuple[Array, La
         else:
             source = low.astype(np.int64) | (offset & ~segments.astype(np.int64))
         valid = source <= high
-    return np.where(valid, source, me), valid
+    return np.where(valid, source, me), valid  # in range is also within the warp, whatever the operands
 
 
 def build_shuffle(instruction: Instruction, slots: Slots) -> Step:
@@ -91,12 +97,12 @@ def build_shuffle(instruction: Instruction, slots: Slots) -> Step:
     def shuffle(frame: Frame, mask: Mask) -> None:
         rows = frame.rows
         source, valid = _source_lanes(mode, frame.lane_id, rows[b], rows[c])
-        source += np.arange(frame.lanes) - frame.lane_id
+        source += frame.warp_starts
         if mask is not None:
-            lane = frame.first(~mask[np.clip(source, 0, frame.lanes - 1)], mask)
+            lane = frame.first(~mask[source], mask)
             if lane is not None:
                 frame.fault(instruction, lane, f"reads lane {int(source[lane]) % WARP}, which does not take part")
-        value = rows[a][np.clip(source, 0, frame.lanes - 1)]
+        value = rows[a].take(source)
         write(rows[row], value, mask)
         if flag is not None:
             write(rows[flag], valid, mask)

@@ -102,4 +102,3 @@ assert pool.info()["pinned"] is False
     if "DriverNotFoundError" in done.stderr and os.environ.get("KVRAW_REQUIRE_GPU") != "1":
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
-

@@ -65,7 +65,7 @@ def on_device(laid: Laid, device: int = 0, ids_on_device: bool = False) -> Resul
         (mirror,), (row,) = pool.chunks(1, size), pool.chunks(1, len(laid.chunks.data))
         mirror.numpy()[:], row.numpy()[:] = laid.paged.data, laid.chunks.data
         d.memcpy_async(memory.address, mirror.address, size, stream.handle)
-        ids = _DeviceIds(laid.case.ids, device, stream) if ids_on_device else None
+        ids = DeviceIds(laid.case.ids, device, stream) if ids_on_device else None
         bases = [memory.address + o for o in laid.paged.offsets]
         cache = kvraw.PagedCache.from_pointers(bases, laid.case.format, geometry(laid), device=device)
         run(cache, [row.address + o for o in laid.chunks.offsets], laid.case, None, stream, ids).wait()
@@ -74,7 +74,7 @@ def on_device(laid: Laid, device: int = 0, ids_on_device: bool = False) -> Resul
         return mirror.numpy().copy(), row.numpy().copy()
 
 
-class _DeviceIds:
+class DeviceIds:
     """Index values in device memory, as a foreign library would hand them over."""
 
     def __init__(self, ids: tuple[int, ...], device: int, stream: kvraw.Stream, dtype: str = "int64") -> None:
@@ -98,5 +98,5 @@ class _DeviceIds:
         }
 
 
-def device_ids(ids: tuple[int, ...], device: int, stream: kvraw.Stream, dtype: str = "int64") -> object:
-    return _DeviceIds(ids, device, stream, dtype)
+def device_ids(ids: tuple[int, ...], device: int, stream: kvraw.Stream, dtype: str = "int64") -> DeviceIds:
+    return DeviceIds(ids, device, stream, dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -154,3 +156,40 @@ def all_cases() -> list[Case]:
     add(2, 2, hs=1031, element=1, off=5)  # a prime run, one byte at a time
     out += [Case(1, 2, direction=d, by=b) for d in ("store", "load") for b in ("block", "slot")]  # no ids at all
     return out
+
+
+def draw_case(pick: Callable[[list[Any]], Any]) -> Case:
+    """A case of random geometry; `pick` chooses from a list (a random generator's choice, or hypothesis')."""
+    format, planes = pick(list(oracle.PAGED))
+    bs, per = pick([1, 2, 4, 16]), pick([1, 2, 3])
+    by = pick(["block", "slot"])
+    chunk_tokens = bs * per if by == "block" else pick([1, 3, 8])
+    nb = pick([1, 2, 5, 9])
+    bound = nb if by == "block" else nb * bs
+    seed = pick(list(range(10_000)))
+    rng = np.random.default_rng(seed)
+    ids = _ids(rng, min(pick([0, 1, 2, 7, 40]), bound), bound)
+    if by == "slot" and ids and pick([False, True]):
+        ids = (*ids[:-1], pick([-1, -(2**63)]))
+    element, hs = pick([1, 2, 4, 8]), pick([1, 3, 8, 16, 33, 128])
+    skip = pick([0, 0, 1, 2, 5])
+    return Case(
+        format,
+        planes,
+        nl=pick([1, 2, 3]),
+        nb=nb,
+        bs=bs,
+        nh=pick([1, 2, 3]),
+        hs=hs,
+        element=element,
+        direction=pick(["store", "load"]),
+        by=by,
+        ids=ids,
+        skip=min(skip, len(ids)),
+        chunk_tokens=chunk_tokens,
+        layout=pick(["2LTD", "T2D", "L2TD"]),
+        off=pick([0, 0, 1, 2, 4, 8, 16]),
+        chunk_off=pick([0, 0, 1, 2, 4, 8, 16]),
+        pad=pick([0, 8, 40]) if format in oracle.PADDABLE - {4, 5} else 0,
+        seed=seed,
+    )

@@ -23,7 +23,7 @@ class World:
         rng = np.random.default_rng(1)
         self.paged = rng.integers(0, 256, self.shape, dtype=np.uint8)
         self.memory = kvraw.DeviceBuffer(self.paged.nbytes, device)
-        self.pool = kvraw.HostPool(self.paged.nbytes * 3 + (1 << 20), device=device)
+        self.pool = kvraw.HostPool(self.paged.nbytes * 3 + chunks * 4096 + (1 << 20), device=device)
         (self.mirror,) = self.pool.chunks(1, self.paged.nbytes)
         self.mirror.numpy()[:] = self.paged.ravel()
         self.copy(self.memory.address, self.mirror.address, self.paged.nbytes)

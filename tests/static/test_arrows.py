@@ -1,0 +1,136 @@
+"""Which module may import which: the arrows between the rooms of the package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "kvraw").rglob("*.py"))
+}
+LONGEST = 420  # lines of a file
+
+# Rooms that say what they import of kvraw; the longest matching name rules. `kvraw` itself only names things lazily.
+ALLOWED = {
+    "kvraw.errors": "",
+    "kvraw.config": "",
+    "kvraw.formats": "errors",
+    "kvraw.plan": "errors",
+    "kvraw.arrays": "errors",
+    "kvraw.layout": "errors formats plan",
+    "kvraw.discovery": "errors formats handed_in plan layout",
+    "kvraw.handed_in": "errors formats",
+    "kvraw.ptx": "errors ptx",
+    "kvraw.runtime": "errors config runtime",
+    "kvraw.engines": "errors config arrays plan layout runtime ptx engines",
+}
+# Who may import these; everybody else may not.
+ONLY_FOR = {
+    "kvraw.cli": ("kvraw.cli", "kvraw.__main__"),
+    "kvraw.adapters": ("kvraw.adapters",),
+    "cuda": ("kvraw.runtime.driver",),
+    "numba": ("kvraw.engines.cpu_kernels",),
+    "llvmlite": ("kvraw.engines.cpu_kernels",),
+    "torch": (),
+}
+
+
+def within(name: str, room: str) -> bool:
+    return name == room or name.startswith(f"{room}.")
+
+
+def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[str]:
+    """Every module that a source imports, inside functions too; for `from a import b` both `a` and `a.b`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                home = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*home, *([base] if base else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            # `from kvraw import config` is about kvraw.config, not about all of kvraw
+            yield from names if base == "kvraw" else (base, *names)
+
+
+def broken(module: str, imported: str) -> str | None:
+    """What an import violates."""
+    room = max((r for r in ALLOWED if within(module, r)), key=len, default=None)
+    if room is not None and within(imported, "kvraw"):
+        allowed = [f"kvraw.{name}" for name in ALLOWED[room].split()]
+        if not any(within(imported, name) for name in allowed):
+            return f"{module} imports {imported}; {room} may import {', '.join(allowed) or 'nothing'} of kvraw"
+    for target, users in ONLY_FOR.items():
+        if within(imported, target) and not any(within(module, user) for user in users):
+            return f"{module} imports {imported}; only {', '.join(users) or 'nobody'} may"
+    return None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_arrows(module: str) -> None:
+    path = MODULES[module]
+    imported = set(imports_of(path.read_text(), module, path.name == "__init__.py"))
+    assert [fault for name in sorted(imported) if (fault := broken(module, name))] == []
+
+
+def test_rooms_exist() -> None:
+    assert set(ALLOWED) <= set(MODULES)
+
+
+def test_one_module_knows_the_bindings() -> None:
+    assert [name for name, path in MODULES.items() if "cuda.bindings" in path.read_text()] == ["kvraw.runtime.driver"]
+
+
+def test_only_the_package_imports_by_name() -> None:
+    dynamic = [
+        name for name, path in MODULES.items() if any(w in path.read_text() for w in ("import_module", "__import__"))
+    ]
+    assert dynamic == ["kvraw"]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvraw.runtime.pool", "def f():\n    from kvraw.engines import cpu"),
+        ("kvraw.runtime.pool", "from ..plan import Side"),
+        ("kvraw.runtime.pool", "import kvraw"),
+        ("kvraw.errors", "from kvraw import config"),
+        ("kvraw.layout", "from kvraw.runtime.driver import driver"),
+        ("kvraw.engines.cpu", "if True:\n    import kvraw.transfer"),
+        ("kvraw.transfer", "import torch.cuda"),
+        ("kvraw.transfer", "import kvraw.adapters.vllm"),
+        ("kvraw.transfer", "from kvraw import cli"),
+        ("kvraw.transfer", "def f():\n    from cuda.bindings import driver"),
+    ],
+)
+def test_a_broken_arrow_is_seen(module: str, source: str) -> None:
+    assert any(broken(module, name) for name in imports_of(source, module))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvraw.runtime.pool", "from . import driver\nfrom kvraw.errors import ClosedError\nimport os"),
+        ("kvraw.engines.cpu", "from kvraw import config\nfrom kvraw.engines import operands"),
+        ("kvraw.adapters.vllm", "from kvraw.adapters import common\nimport kvraw.transfer"),
+    ],
+)
+def test_a_kept_arrow_is_left_alone(module: str, source: str) -> None:
+    assert not any(broken(module, name) for name in imports_of(source, module))
+
+
+def test_files_are_short() -> None:
+    lines = {
+        str(path.relative_to(ROOT)): path.read_bytes().count(b"\n")
+        for room in ("kvraw", "tests")
+        for path in (ROOT / room).rglob("*")
+        if path.is_file() and path.suffix != ".ptx" and "__pycache__" not in path.parts
+    }
+    assert {name: count for name, count in lines.items() if count > LONGEST} == {}

@@ -1,0 +1,215 @@
+"""`kvraw doctor`: what it finds, what it calls broken, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvraw
+from kvraw.cli.limits import cgroup_limit
+from kvraw.cli.main import main
+from kvraw.errors import DriverNotFoundError, UnsupportedDriverError
+from kvraw.ptx import loader
+from tests.helpers.cli import ROOT, clear_variables, no_driver, python
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear_variables(monkeypatch)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_driver(monkeypatch, DriverNotFoundError("no CUDA driver: none here"))
+
+
+def doctor_json(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is (code == 0)
+    return code, report
+
+
+def test_doctor_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = doctor_json(capsys)
+    assert code == 0, report["problems"]
+    assert list(report["engines"]) == ["kernel", "cpu", "reference"]
+    assert report["engines"]["cpu"]["runs"]
+    assert report["engines"]["reference"]["runs"]
+    assert report["engines"]["kernel"]["runs"] is (report["engines"]["kernel"]["why_not"] is None)
+    assert report["numba"]["version"]
+    assert report["cpu"]["threads"] <= report["cpu"]["usable_cores"]
+    assert set(report["ptx"]) == set(loader.manifest())
+    assert all(x["error"] is None and x["version"] == "8.0" and x["target"] == "sm_75" for x in report["ptx"].values())
+    assert 0 < report["memory"]["available_bytes"] <= report["memory"]["total_bytes"]
+    keys = "memlock_soft_bytes memlock_hard_bytes cgroup_limit_bytes transparent_huge_pages huge_pages shm_free_bytes"
+    assert set(keys.split()) <= set(report["memory"])
+    keys = "kvraw python platform numpy cuda_python driver devices batch_memcpy variables problems hints"
+    assert set(keys.split()) <= set(report)
+
+
+def test_doctor_text(capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 25
+    assert lines[-1].endswith("cpu, reference can run; nothing is broken")
+    assert any(line.startswith("driver") and "none here" in line for line in lines)
+
+
+def test_doctor_in_a_process_of_its_own() -> None:
+    done = python("-m", "kvraw", "doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"]
+    done = python("-m", "kvraw", "doctor", KVRAW_CPU_THREADS="many")
+    assert done.returncode == 1
+    assert "KVRAW_CPU_THREADS='many'" in done.stdout
+
+
+def test_a_bad_variable_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVRAW_CPU_THREADS", "-2")
+    monkeypatch.setenv("KVRAW_CTAS", "8")
+    monkeypatch.setenv("KVRAW_THREADS", "8")
+    code, report = doctor_json(capsys)
+    assert code == 1
+    (problem,) = report["problems"]
+    assert "KVRAW_CPU_THREADS='-2'" in problem["what"]
+    assert "unset KVRAW_CPU_THREADS" in problem["change"]
+    assert not report["engines"]["cpu"]["runs"]
+    assert report["variables"] == {"KVRAW_CPU_THREADS": "-2", "KVRAW_CTAS": "8", "KVRAW_THREADS": "8"}
+    assert any("KVRAW_THREADS" in hint["what"] for hint in report["hints"])
+
+
+def test_an_engine_that_is_set_and_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    monkeypatch.setenv("KVRAW_ENGINE", "kernel")
+    code, report = doctor_json(capsys)
+    assert code == 1
+    assert "KVRAW_ENGINE is kernel" in report["problems"][0]["what"]
+
+
+@pytest.fixture
+def altered_ptx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    here = tmp_path / "ptx"
+    shutil.copytree(ROOT / "kvraw" / "ptx", here, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(loader, "_ROOT", here)
+    for cached in (loader.manifest, loader.read_ptx):
+        cached.cache_clear()
+    yield here
+    for cached in (loader.manifest, loader.read_ptx):
+        cached.cache_clear()
+
+
+def test_altered_artifacts_are_problems(altered_ptx: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (altered_ptx / "copy_v4.ptx").write_bytes((altered_ptx / "copy_v4.ptx").read_bytes().replace(b"sm_75", b"sm_90"))
+    (altered_ptx / "copy_v8.ptx").unlink()
+    code, report = doctor_json(capsys)
+    assert code == 1
+    assert [p["change"] for p in report["problems"]] == ["reinstall kvraw"] * 2
+    assert "sha256" in report["ptx"]["copy_v4.ptx"]["error"]
+    assert "copy_v8.ptx" in report["ptx"]["copy_v8.ptx"]["error"]
+    assert report["ptx"]["copy_v16.ptx"]["error"] is None
+
+
+def test_no_manifest(altered_ptx: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (altered_ptx / "manifest.json").unlink()
+    assert main(["doctor"]) == 1
+    assert "manifest.json cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DriverNotFoundError("no CUDA driver: libcuda.so.1 cannot be loaded"), 0),
+        (DriverNotFoundError("the CUDA driver does not start: cuInit returned CUDA_ERROR_NO_DEVICE"), 0),
+        (DriverNotFoundError("the CUDA driver does not start: cuInit returned CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"), 1),
+        (UnsupportedDriverError("the CUDA driver is 11080, must be 12000 or newer"), 1),
+    ],
+)
+def test_no_driver_is_no_problem_but_a_broken_one_is(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_driver(monkeypatch, error)
+    assert main(["doctor"]) == code
+    assert str(error) in capsys.readouterr().out
+
+
+class FakeDriver:
+    """What doctor asks a driver."""
+
+    def __init__(self, capability: tuple[int, int], version: int) -> None:
+        self.numbers = dict(zip(("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR"), capability, strict=True))
+        self.numbers |= {"MULTIPROCESSOR_COUNT": 132, "ASYNC_ENGINE_COUNT": 3, "CAN_MAP_HOST_MEMORY": 1}
+        self.version = lambda: version
+
+    def device_count(self) -> int:
+        return 1
+
+    def batch_supported(self) -> bool:
+        return self.version() >= 12080
+
+    def device_attribute(self, device: int, name: str) -> int:
+        return self.numbers[name]
+
+    def device_name(self, device: int) -> str:
+        return "NVIDIA [fake]"
+
+    def device_memory(self, device: int) -> int:
+        return 80 << 30
+
+
+def test_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("kvraw.cli.doctor.driver", lambda: FakeDriver((9, 0), 13010))
+    code, report = doctor_json(capsys)
+    assert code == 0
+    assert report["driver"]["cuda"] == "13.1"
+    assert report["batch_memcpy"]["supported"]
+    assert report["engines"]["kernel"] == {"runs": True, "why_not": None}
+    (device,) = report["devices"]
+    assert device["compute_capability"] == "9.0"
+    assert set(device["ptx"]) == set(loader.manifest())
+    assert main(["doctor"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("GPU 0"))
+    assert "NVIDIA [fake], compute 9.0, 132 SMs, 80.0 GiB, 3 copy engines, maps host memory" in row
+
+
+def test_a_device_too_old_for_the_ptx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("kvraw.cli.doctor.driver", lambda: FakeDriver((7, 0), 12020))
+    code, report = doctor_json(capsys)
+    assert code == 0  # nothing to mend, and the CPU engine runs
+    assert report["devices"][0]["ptx"] == []
+    assert "no device takes the PTX" in report["engines"]["kernel"]["why_not"]
+    assert report["batch_memcpy"] == {"supported": False, "reason": "needs CUDA 12.8, the driver has 12.2"}
+
+
+def test_a_broken_numba(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> None:
+        raise SystemError("numba needs another numpy")
+
+    monkeypatch.setattr(kvraw, "warm_up", broken)
+    code, report = doctor_json(capsys)
+    assert code == 1
+    assert "numba needs another numpy" in report["engines"]["cpu"]["why_not"]
+    assert report["engines"]["reference"]["runs"]
+
+
+def test_cgroup_limit(tmp_path: Path) -> None:
+    listing = tmp_path / "cgroup"
+    deep = tmp_path / "a" / "b"
+    deep.mkdir(parents=True)
+    (deep / "memory.max").write_text("max\n")
+    (tmp_path / "a" / "memory.max").write_text("4294967296\n")
+    listing.write_text("0::/a/b\n")
+    assert cgroup_limit(str(tmp_path), str(listing)) == 4 << 30
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1073741824")
+    listing.write_text("4:memory:/outside\n3:cpuset:/a/b\n")
+    assert cgroup_limit(str(tmp_path), str(listing)) == 1 << 30
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712")
+    assert cgroup_limit(str(tmp_path), str(listing)) is None
+    assert cgroup_limit(str(tmp_path), str(tmp_path / "none")) is None
