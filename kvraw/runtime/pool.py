@@ -159,8 +159,8 @@ class HostPool:
                         self._give_back(chunk.address - self.address)
                     holes = [h for _, h in self._holes]
                     raise MemoryError(
-                        f"the pool cannot give {count} chunks of {nbytes} bytes: {sum(holes)} of {self.nbytes} bytes are "
-                        f"free, the largest hole is {max(holes, default=0)}"
+                        f"the pool cannot give {count} chunks of {nbytes} bytes: {sum(holes)} of {self.nbytes} bytes "
+                        f"are free, the largest hole is {max(holes, default=0)}"
                     )
                 offset, hole = self._holes[at]
                 self._holes[at : at + 1] = [(offset + size, hole - size)] if hole > size else []

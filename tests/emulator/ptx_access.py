@@ -118,9 +118,8 @@ def _registers(instruction: Instruction, operand: Operand, access: Access, slots
         if isinstance(item, Immediate) and instruction.opcode in STORES:
             found.append(slots.constant(instruction, item, access.kind))
         elif isinstance(item, Register) and not item.negated and item.bits >= max(SIZES[access.kind], 16):
-            same = item.bits == SIZES[access.kind]
-            sign = "s" if access.kind[0] == "s" else "u"
-            found.append(slots.register(item, access.kind if same else f"{sign}{item.bits}"))
+            same = item.bits == SIZES[access.kind]  # else numpy extends by the sign of what was read, or truncates
+            found.append(slots.register(item, access.kind if same else f"u{item.bits}"))
         else:
             raise PtxSyntaxError(instruction.line, f"{item} cannot hold {access.kind}")
     return found

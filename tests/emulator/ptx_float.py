@@ -39,7 +39,6 @@ def _narrow(kind: str, mode: str, value: Array) -> Array:
     found = value.astype(DTYPES[kind])
     if mode == "rz":
         away = np.abs(found.astype(np.float64)) > np.abs(value)
-        away &= ~np.isinf(value)
         found = np.where(away, np.nextafter(found, DTYPES[kind].type(0)), found)
     return _canonical(kind, found)
 
@@ -69,8 +68,6 @@ def _fused_f64(a: Array, b: Array, c: Array) -> Array:
             found[lane] = float(exact)
         except OverflowError:
             found[lane] = np.inf if exact > 0 else -np.inf
-        if found[lane] == 0 and exact < 0:
-            found[lane] = -0.0
     return found
 
 

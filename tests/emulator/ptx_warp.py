@@ -86,7 +86,7 @@ def build_shuffle(instruction: Instruction, slots: Slots) -> Step:
     to, *sources = instruction.operands
     if len(sources) != 4:
         raise PtxSyntaxError(instruction.line, f"{instruction.opcode}: wrong number of operands")
-    a, b, c = (_word(instruction, operand, slots) for operand in sources[:3])
+    a, b, c, member = (_word(instruction, operand, slots) for operand in sources)
     second = to.second if isinstance(to, Pair) else None
     first = to.first if isinstance(to, Pair) else to
     row = _word(instruction, first, slots)
@@ -97,9 +97,11 @@ def build_shuffle(instruction: Instruction, slots: Slots) -> Step:
     def shuffle(frame: Frame, mask: Mask) -> None:
         rows = frame.rows
         source, valid = _source_lanes(mode, frame.lane_id, rows[b], rows[c])
+        inside = (rows[member] >> source.astype(np.uint32)) & np.uint32(1)
         source += frame.warp_starts
-        if mask is not None:
-            lane = frame.first(~mask[source], mask)
+        if mask is not None or not inside.all():
+            here = frame.alive if mask is None else mask
+            lane = frame.first(~(here[source] & inside.astype(np.bool_)), mask)
             if lane is not None:
                 frame.fault(instruction, lane, f"reads lane {int(source[lane]) % WARP}, which does not take part")
         value = rows[a].take(source)

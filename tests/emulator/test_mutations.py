@@ -13,7 +13,6 @@ import pytest
 from kvraw.engines import kernel as kernel_module
 from kvraw.engines import kernel_args as ka
 from kvraw.engines.device_state import DeviceState
-from kvraw.engines.kernel import KernelPlan
 from kvraw.ptx import loader
 from kvraw.runtime import driver as driver_module
 from kvraw.runtime.inflight import Completion

@@ -246,11 +246,16 @@ def test_an_access_over_the_end_of_its_range():
     )
 
 
-@pytest.mark.parametrize(("form", "names", "size"), [("v4.u32", "{{{z0},%r44,%r45,%r46}}", 16), ("u16", "{z0}", 2)])
-def test_misalignment_is_of_the_whole_vector(form, names, size):
+MISALIGNED = [("v4.u32", "{{{z0},%r44,%r45,%r46}}", 16, s) for s in (1, 2, 4, 8)] + [
+    ("u32", "{z0}", 4, s) for s in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("form", "names", "size", "shift"), MISALIGNED)
+def test_misalignment_is_of_the_whole_vector(form, names, size, shift):
     data = aligned(64)
     addresses = [data.ctypes.data] * 3
-    addresses[1] += size // 2
+    addresses[1] += shift
     error = fault(f"ld.global.{form} {names}, [{{a0}}];", addresses, data)
     assert (error.thread, error.address) == (1, addresses[1])
     assert f"access of {size} bytes at {addresses[1]:#x} is misaligned" in str(error)

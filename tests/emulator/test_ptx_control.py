@@ -210,6 +210,23 @@ def test_a_shuffle_waits_for_the_members_that_are_behind():
     assert launch(body, 1, 32, 32) == [77] * 32
 
 
+def test_two_groups_of_members_vote_and_shuffle_at_once():
+    body = """mov.u32 %r1, 0xFFFFF; setp.ge.u32 %p1, %r0, 20; @%p1 mov.u32 %r1, 0xFFF00000; and.b32 %r2, %r0, 1;
+        setp.eq.u32 %p2, %r2, 1; vote.sync.ballot.b32 %r3, %p2, %r1; st.global.u32 [%d1], %r3;
+        mov.u32 %r4, 3; @%p1 mov.u32 %r4, 25; shfl.sync.idx.b32 %r5, %r0, %r4, 31, %r1;
+        st.global.u32 [%d1+128], %r5; ret;"""
+    want = [0xAAAAA] * 20 + [0xAAA00000] * 12 + [3] * 20 + [25] * 12
+    assert launch(body, 1, 32, 64) == want
+
+
+def test_lanes_that_exit_while_others_wait_for_them():
+    body = """setp.ge.u32 %p3, %r0, 32; @%p3 bra far; setp.gt.u32 %p1, %r0, 20; @%p1 bra later;
+        setp.lt.u32 %p2, %r0, 4; @%p2 bra slow;
+        here: vote.sync.ballot.b32 %r1, %p2, -1; st.global.u32 [%d1], %r1; ret;
+        slow: bra here; later: exit; far: st.global.u32 [%d1], %r0; ret;"""
+    assert launch(body, 1, 64, 64) == [15] * 21 + [0] * 11 + list(range(32, 64))
+
+
 def test_exited_lanes_are_not_waited_for():
     body = """setp.gt.u32 %p1, %r0, 20; @%p1 exit; vote.sync.ballot.b32 %r1, %p1, -1; not.b32 %r1, %r1;
         st.global.u32 [%d1], %r1; ret;"""
@@ -224,6 +241,8 @@ def test_exited_lanes_are_not_waited_for():
         ("mov.u32 %r1, -1; setp.eq.u32 %p1, %r0, 4; @%p1 mov.u32 %r1, 0x1f; "
          "shfl.sync.idx.b32 %r2, %r0, 0, 31, %r1; ret;",
          "different member masks"),
+        ("mov.u32 %r1, 0xFFFFF; setp.ge.u32 %p1, %r0, 20; @%p1 mov.u32 %r1, 0xFFF00000; "
+         "shfl.sync.idx.b32 %r2, %r0, 25, 31, %r1; ret;", "thread 0: reads lane 25, which does not take part"),
         ("setp.gt.u32 %p1, %r0, 20; @%p1 bra b; shfl.sync.idx.b32 %r1, %r0, 0, 31, -1; ret; "
          "b: shfl.sync.idx.b32 %r1, %r0, 0, 31, -1; ret;", "thread 0: waits for lanes of its warp that never come"),
     ],
