@@ -92,15 +92,14 @@ def memcpy_batch(
     if not len(n):
         return BatchCopy(None)
     with DeviceScope(device):
-        books = device_state(device).books
-        books.reap()
-        event = books.take_event()
+        operation = device_state(device).books.begin(handle)
         try:
             _enqueue(to, at, n, handle)
         except BaseException:
-            books.give_event(event)
+            operation.enqueued.append(handle)
+            operation.abort()
             raise
-        return BatchCopy(books.open(event, handle, refs))
+        return BatchCopy(operation.commit(refs))
 
 
 def _enqueue(dst: U64, src: U64, sizes: U64, stream: int) -> None:

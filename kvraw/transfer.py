@@ -195,9 +195,14 @@ class TransferPlan:
         with DeviceScope(device):
             addresses, link = row.on_device(device)
             src, dst = self._operands(addresses, index)
-            completion = self._kernel.launch(
-                device_state(device), stream, src, dst, skip, count, link=link, refs=(self.cache, row.owners)
-            )
+            state = device_state(device)
+            operation = state.books.begin(stream)
+            try:
+                self._kernel.enqueue(state, operation, src, dst, skip, count, link=link)
+            except BaseException:
+                operation.abort()
+                raise
+            completion = operation.commit((self.cache, row.owners, index.owner))
         for pool in row.pools:
             pool.borrow(completion)
         return completion

@@ -86,10 +86,11 @@ class DeviceState:
                 return self._uploads[size].pop()
         return Upload(size, self.device)
 
-    def give_upload(self, upload: Upload) -> None:
+    def give_upload(self, upload: Upload) -> Exception | None:
         """Take buffers back that no copy or kernel uses any more."""
         with self._lock:
             self._uploads[len(upload.words)].append(upload)
+        return None
 
 
 _NONE: dict[int, DeviceState] = {}

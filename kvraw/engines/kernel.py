@@ -16,7 +16,7 @@ from kvraw.engines.operands import Operands
 from kvraw.errors import BoundsError
 from kvraw.plan import CopyPlan
 from kvraw.ptx.loader import read_ptx
-from kvraw.runtime.inflight import Completion
+from kvraw.runtime.inflight import Operation
 from kvraw.runtime.module import ArgumentBlock, Kernel
 
 __all__ = ["KernelPlan", "copy_kernel", "launch_shape"]
@@ -108,64 +108,52 @@ class KernelPlan:
         """Most thread blocks of a launch; `link` says that host memory takes part."""
         return self.ctas or config.CTAS.get() or (LINK_CTAS if link else 2 * multiprocessors)
 
-    def launch(
+    def enqueue(
         self,
         state: DeviceState,
-        stream: int,
+        operation: Operation,
         src: Operands,
         dst: Operands,
         first: int,
         count: int,
         *,
         link: bool,
-        refs: tuple[object, ...] = (),
-    ) -> Completion:
-        """Enqueue the plan for items `first` to `first + count` on a stream.
+        stream: int | None = None,
+    ) -> None:
+        """Enqueue the plan for items `first` to `first + count` on the operation's stream, or on another.
 
         Bases and host indices are read during the call; a table that is the same object as in the call before is taken
-        as unchanged. `refs`, and indices on the device, are kept until the copy is over. The device's context is
-        current.
-
-        Returns
-        -------
-        Completion
-            Its `error` is a `BoundsError` where the kernel met a bad index.
+        as unchanged. Indices on the device are the caller's to keep. The device's context is current. The operation's
+        error is a `BoundsError` where the kernel met a bad index.
         """
-        state.books.reap()
-        status: StatusWord | None = None
-        upload: Upload | None = None
-        event = state.books.take_event()
-        try:
-            with self._lock:
-                kind = (len(src.bases), len(dst.bases), count, _kind(src), _kind(dst))
-                if kind != self._kind:
-                    self._arrange(src, dst, count)
-                    self._kind = kind
-                if self.check and (kind[3] > 1 or kind[4] > 1):
-                    status = state.take_status()
-                if self._arrangement.upload_words:
-                    upload = state.take_upload(self._arrangement.upload_words)
-                self._write((src, dst), first, count, upload)
-                width = self.plan.width(*self._bits)
-                if width != self._width:
-                    self._split, self._width = ka.fill_width(self._block.record, self.plan, width), width
-                segments = count * self.plan.runs_per_item * self._split
-                long = self._long
-                long[ka.SEGMENTS], long[ka.FIRST_ITEM] = segments, first
-                long[ka.STATUS] = status.device_address if status else 0
-                ctas, threads = launch_shape(segments, self.most_ctas(link, state.multiprocessors))
-                if upload is not None:
-                    upload.send(self._arrangement.upload_words, stream)
-                copy_kernel(width).launch(ctas, threads, stream, self._block)
-        except BaseException:
-            # No kernel runs. The upload's own copy may: it is dropped, and freeing it waits.
-            self._kind = ()
-            state.books.give_event(event)
-            if status is not None:
-                state.give_status(status)
-            raise
-        settle = None if status is None and upload is None else functools.partial(self._settle, state, status, upload)
-        return state.books.open(event, stream, (self, src.index, dst.index, refs), settle)
+        stream = operation.stream if stream is None else stream
+        with self._lock:
+            kind = (len(src.bases), len(dst.bases), count, _kind(src), _kind(dst))
+            if kind != self._kind:
+                self._arrange(src, dst, count)
+                self._kind = kind
+            status: StatusWord | None = None
+            upload: Upload | None = None
+            if self.check and (kind[3] > 1 or kind[4] > 1):
+                status = state.take_status()
+                operation.then(functools.partial(self._read_status, state, status))
+            if self._arrangement.upload_words:
+                upload = state.take_upload(self._arrangement.upload_words)
+                operation.then(functools.partial(state.give_upload, upload))
+            self._write((src, dst), first, count, upload)
+            width = self.plan.width(*self._bits)
+            if width != self._width:
+                self._split, self._width = ka.fill_width(self._block.record, self.plan, width), width
+            segments = count * self.plan.runs_per_item * self._split
+            long = self._long
+            long[ka.SEGMENTS], long[ka.FIRST_ITEM] = segments, first
+            long[ka.STATUS] = status.device_address if status else 0
+            ctas, threads = launch_shape(segments, self.most_ctas(link, state.multiprocessors))
+            if upload is not None:
+                operation.enqueued.append(stream)
+                upload.send(self._arrangement.upload_words, stream)
+            copy_kernel(width).launch(ctas, threads, stream, self._block)
+            operation.enqueued.append(stream)
 
     def _arrange(self, src: Operands, dst: Operands, count: int) -> None:
         """Decide where tables and indices go, and write the flags that say so."""
@@ -209,11 +197,7 @@ class KernelPlan:
             if operands.index is not None and operands.index.host is None:
                 long[ka.INDEX[k]] = operands.index.address
 
-    def _settle(self, state: DeviceState, status: StatusWord | None, upload: Upload | None) -> Exception | None:
-        if upload is not None:
-            state.give_upload(upload)
-        if status is None:
-            return None
+    def _read_status(self, state: DeviceState, status: StatusWord) -> Exception | None:
         where, value = int(status.values[0]), int(status.values[1].view(np.int64))
         state.give_status(status)
         if not where:

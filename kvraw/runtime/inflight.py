@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
 
+from kvraw.errors import DriverError
 from kvraw.runtime.driver import driver
 
-__all__ = ["Completion", "InFlight"]
+__all__ = ["Completion", "InFlight", "Operation"]
 
 _log = logging.getLogger("kvraw")
+
+Settle = Callable[[], Exception | None]
 
 
 class Completion:
     """One enqueued operation: its event, what must outlive it, and what is to happen once it is over."""
 
-    __slots__ = ("_books", "_event", "_lock", "_refs", "_settle", "error")
+    __slots__ = ("__weakref__", "_books", "_event", "_lock", "_refs", "_settle", "error")
 
-    def __init__(
-        self,
-        books: InFlight,
-        event: int,
-        refs: tuple[object, ...],
-        settle: Callable[[], Exception | None] | None = None,
-    ):
+    def __init__(self, books: InFlight, event: int, refs: object, settle: list[Settle]) -> None:
         self._books = books
         self._event: int | None = event
-        self._refs = refs
+        self._refs: object = refs
         self._settle = settle
-        self._lock = threading.Lock()
+        self._lock = books.settle_lock
         self.error: Exception | None = None
 
     def done(self) -> bool:
         """Whether the operation is over; settles it if so."""
-        event = self._event
-        if event is None:
+        if self._event is None:
             return True
         with self._lock:
             if self._event is not None:
@@ -55,12 +52,61 @@ class Completion:
                 self._finish()
 
     def _finish(self) -> None:
-        assert self._event is not None
         event, self._event = self._event, None
-        self._refs = ()
-        if self._settle is not None:
-            self.error, self._settle = self._settle(), None
+        assert event is not None
+        self._refs = None
+        for settle in self._settle:
+            self.error = settle() or self.error
+        self._settle = []
         self._books.retire(self, event)
+
+
+class Operation:
+    """One operation while it is being enqueued; ends in `commit` or `abort`.
+
+    Attributes
+    ----------
+    stream : int
+        The stream that the operation belongs to.
+    enqueued : list of int
+        Streams that were given work for it.
+    """
+
+    __slots__ = ("_books", "_event", "_settle", "enqueued", "stream")
+
+    def __init__(self, books: InFlight, stream: int) -> None:
+        self._books, self.stream = books, stream
+        self._event = books.take_event()
+        self._settle: list[Settle] = []
+        self.enqueued: list[int] = []
+
+    def then(self, settle: Settle) -> None:
+        """Call this once the operation is over; what it returns is the operation's error."""
+        self._settle.append(settle)
+
+    def commit(self, refs: object) -> Completion:
+        """Record an event on the stream behind all that was enqueued, and keep `refs` until it is reached."""
+        try:
+            driver().event_record(self._event, self.stream)
+        except BaseException:
+            self.enqueued.append(self.stream)
+            self.abort()
+            raise
+        completion = Completion(self._books, self._event, refs, self._settle)
+        self._books.admit(completion)
+        return completion
+
+    def abort(self) -> None:
+        """Give everything back after a failure; waits where work was enqueued, since nothing else tells its end."""
+        try:
+            for stream in set(self.enqueued):
+                driver().stream_synchronize(stream)
+        except DriverError:
+            self._books.lost.append(self._settle)  # never used again: work may still hold it
+            return
+        self._books.give_event(self._event)
+        for settle in self._settle:
+            settle()
 
 
 class InFlight:
@@ -68,70 +114,53 @@ class InFlight:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.settle_lock = threading.RLock()
         self._open: dict[int, Completion] = {}
         self._events: list[int] = []
+        self.lost: list[object] = []
 
     def __len__(self) -> int:
         return len(self._open)
 
     def take_event(self) -> int:
-        """An event for `open`, taken before the operation is enqueued. The device's context is current."""
-        with self._lock:
-            if self._events:
-                return self._events.pop()
+        """An event that nobody uses. The device's context is current."""
+        with contextlib.suppress(IndexError):
+            return self._events.pop()
         return driver().event_create()
 
     def give_event(self, event: int) -> None:
-        """Take an event back that was not recorded after all."""
-        with self._lock:
-            self._events.append(event)
+        """Take an event back."""
+        self._events.append(event)
 
-    def open(
-        self,
-        event: int,
-        stream: int,
-        refs: tuple[object, ...],
-        settle: Callable[[], Exception | None] | None = None,
-    ) -> Completion:
-        """Record an event on a stream behind an operation, and keep `refs` until it is reached.
+    def begin(self, stream: int) -> Operation:
+        """Begin an operation on a stream, and settle old ones that are over. The device's context is current."""
+        self.reap()
+        return Operation(self, stream)
 
-        `settle` runs once, when the operation is over.
-        """
-        try:
-            driver().event_record(event, stream)
-        except BaseException:
-            # Nothing will tell when the operation is over, and what it uses must not go before that.
-            driver().stream_synchronize(stream)
-            self.give_event(event)
-            if settle is not None:
-                settle()
-            raise
-        completion = Completion(self, event, refs, settle)
-        with self._lock:
-            self._open[id(completion)] = completion
-        return completion
+    def admit(self, completion: Completion) -> None:
+        """Put an operation on the books."""
+        self._open[id(completion)] = completion
 
     def retire(self, completion: Completion, event: int) -> None:
         """Take an operation that is over off the books."""
+        self._open.pop(id(completion), None)
+        self._events.append(event)
+
+    def _oldest(self) -> Completion | None:
         with self._lock:
-            self._open.pop(id(completion), None)
-            self._events.append(event)
+            return next(iter(self._open.values()), None)
 
     def reap(self, limit: int = 4) -> None:
         """Settle the oldest operations that are over, without waiting; an error nobody waits for is logged."""
-        for _ in range(limit):
-            with self._lock:
-                oldest = next(iter(self._open.values()), None)
+        while self._open and limit:
+            oldest = self._oldest()
             if oldest is None or not oldest.done():
                 return
             if oldest.error is not None:
                 _log.error("%s", oldest.error)
+            limit -= 1
 
     def drain(self) -> None:
         """Wait for every operation on the books."""
-        while True:
-            with self._lock:
-                oldest = next(iter(self._open.values()), None)
-            if oldest is None:
-                return
+        while (oldest := self._oldest()) is not None:
             oldest.wait()
