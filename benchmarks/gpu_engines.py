@@ -54,6 +54,7 @@ SHAPES = {
     "llama-3.1-8b, 32 KiB runs": (1, Geometry(32, 2048, 16, 8, 128, 2)),
     "tp8 head, 4 KiB runs": (1, Geometry(32, 8192, 16, 1, 128, 2)),
     "HND, 256 B runs": (6, Geometry(32, 2048, 16, 8, 128, 2)),
+    "cross-layer, 1 MiB runs": (0, Geometry(32, 512, 256, 8, 128, 2)),
     "HND, 128 B runs": (6, Geometry(32, 4096, 16, 8, 64, 2)),
     "MLA 576 x 2, 18 KiB runs": (3, Geometry(61, 4096, 16, 1, 576, 2, planes=1)),
     "MLA 656 B rows, 41 KiB runs": (3, Geometry(61, 4096, 64, 1, 656, 1, planes=1)),
@@ -103,8 +104,16 @@ def main() -> None:
             row = f"{name:30s} {total >> 20:4d} MiB "
             for direction, key in (("store", "D2H"), ("load", "H2D")):
                 row += f"| {key} "
+                for engine in ("auto", "staged", "copy"):
+                    plan = kvraw.TransferPlan(cache, direction, chunk_tokens=tokens, engine=engine)  # type: ignore[arg-type]
+                    if engine == "copy" and len(ids) * plan.plan.runs_per_item > 70_000:
+                        continue
+                    t = gpu_seconds(lambda p=plan: p(chunks, ids, stream=stream), stream)  # type: ignore[misc]
+                    rows.append({"shape": name, "direction": key, "engine": engine, "GB/s": total / t / 1e9})
+                    row += f"{engine} {total / t / 1e9:.1f} ({total / t / 1e9 / ceiling[key]:.3f}) "
+                row += "kernel "
                 for ctas in options.ctas:
-                    plan = kvraw.TransferPlan(cache, direction, chunk_tokens=tokens, ctas=ctas)
+                    plan = kvraw.TransferPlan(cache, direction, chunk_tokens=tokens, ctas=ctas, engine="kernel")
                     t = gpu_seconds(lambda p=plan: p(chunks, ids, stream=stream), stream)  # type: ignore[misc]
                     rows.append({"shape": name, "direction": key, "ctas": ctas, "GB/s": total / t / 1e9})
                     row += f"{ctas}:{total / t / 1e9:5.1f} "

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from kvraw.runtime.pool import HostChunk as HostChunk
     from kvraw.runtime.pool import HostPool as HostPool
     from kvraw.runtime.stream import Stream as Stream
-    from kvraw.transfer import Transfer as Transfer
-    from kvraw.transfer import TransferPlan as TransferPlan
     from kvraw.transfer import load as load
     from kvraw.transfer import load_slots as load_slots
     from kvraw.transfer import store as store
     from kvraw.transfer import store_slots as store_slots
+    from kvraw.transfer_plan import Transfer as Transfer
+    from kvraw.transfer_plan import TransferPlan as TransferPlan
 
 __version__ = "0.1.0"
 
@@ -55,7 +55,8 @@ _HOMES = {
     "kvraw.runtime.memory": "DeviceBuffer Registration",
     "kvraw.runtime.pool": "HostChunk HostPool",
     "kvraw.runtime.stream": "Stream",
-    "kvraw.transfer": "Transfer TransferPlan load load_slots store store_slots",
+    "kvraw.transfer": "load load_slots store store_slots",
+    "kvraw.transfer_plan": "Transfer TransferPlan",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = sorted([*_HOME_OF, "__version__"])

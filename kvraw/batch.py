@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvraw import config
-from kvraw.arrays import U64, pointer_vector
+from kvraw.arrays import pointer_vector
 from kvraw.cache import require_host
-from kvraw.engines import cpu
+from kvraw.engines import copy_engine, cpu
 from kvraw.engines.device_state import device_state
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.runtime.context import DeviceScope, current_device
-from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["BatchCopy", "memcpy_batch"]
-
-_LEGACY = (0, 1)  # the legacy default stream's handles, which the batch call refuses
 
 
 class BatchCopy:
@@ -94,21 +90,9 @@ def memcpy_batch(
     with DeviceScope(device):
         operation = device_state(device).books.begin(handle)
         try:
-            _enqueue(to, at, n, handle)
+            copy_engine.enqueue(copy_engine.Descriptors(to, at, n), handle)
         except BaseException:
             operation.enqueued.append(handle)
             operation.abort()
             raise
         return BatchCopy(operation.commit(refs))
-
-
-def _enqueue(dst: U64, src: U64, sizes: U64, stream: int) -> None:
-    d = driver()
-    if stream not in _LEGACY and d.batch_supported() and not d.stream_capturing(stream):
-        most = config.MAX_BATCH.get()
-        for begin in range(0, len(sizes), most):
-            part = slice(begin, begin + most)
-            d.memcpy_batch_async(dst[part], src[part], sizes[part], stream)
-        return
-    for to, at, n in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
-        d.memcpy_async(to, at, n, stream)

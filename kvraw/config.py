@@ -43,9 +43,17 @@ def _positive(text: str) -> int:
     return value
 
 
+def _size(text: str) -> int:
+    shift = {"K": 10, "M": 20, "G": 30}.get(text[-1].upper(), 0)
+    return _positive(text[:-1] if shift else text) << shift
+
+
+ENGINES = ("auto", "kernel", "copy", "staged", "cpu", "reference")
+
+
 def _engine(text: str) -> str:
-    if text not in ("auto", "kernel", "cpu", "reference"):
-        raise ValueError("must be one of auto, kernel, cpu, reference")
+    if text not in ENGINES:
+        raise ValueError(f"must be one of {', '.join(ENGINES)}")
     return text
 
 
@@ -54,6 +62,15 @@ ENGINE = Variable(
 )
 CPU_THREADS = Variable("KVRAW_CPU_THREADS", _positive, 0, "threads of the CPU engine; default: usable cores, at most 8")
 MAX_BATCH = Variable("KVRAW_MAX_BATCH", _positive, 8192, "descriptors per batch-memcpy call")
+STAGING_SLOT = Variable("KVRAW_STAGING_SLOT", _size, 16 << 20, "bytes of one staging slot on a GPU, such as 16M")
+STAGING_DEPTH = Variable("KVRAW_STAGING_DEPTH", _positive, 3, "staging slots per direction and GPU; default 3")
 CTAS = Variable("KVRAW_CTAS", _positive, 0, "thread blocks of the kernel engine; default: 16 to or from host memory")
 
-VARIABLES: tuple[Variable[str] | Variable[int], ...] = (ENGINE, CPU_THREADS, MAX_BATCH, CTAS)
+VARIABLES: tuple[Variable[str] | Variable[int], ...] = (
+    ENGINE,
+    CPU_THREADS,
+    MAX_BATCH,
+    CTAS,
+    STAGING_SLOT,
+    STAGING_DEPTH,
+)

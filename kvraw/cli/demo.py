@@ -144,7 +144,8 @@ def run(model: Model, mib: int, engine: str | None = None, device: int | None = 
             if wrong:
                 difference = f"after the {way}: {wrong}"
                 break
-        plan = kvraw.store(cache, chunks, [], stream=place.stream, engine=engine).plan
+        last = kvraw.store(cache, chunks, ids, stream=place.stream, engine=engine)
+        last.wait()
         # One copy of as many bytes between the same memories: the chunks of a new pool lie in a row. Last, because it
         # overwrites what was compared.
         begin = pool.view(chunks[0].address, moved).ctypes.data
@@ -152,14 +153,14 @@ def run(model: Model, mib: int, engine: str | None = None, device: int | None = 
             "store": _seconds(lambda: place.copy(begin, place.address, moved)),
             "load": _seconds(lambda: place.copy(place.address, begin, moved)),
         }
-        explained = plan.explain().splitlines()
+        explained = last.explain().splitlines()
     return {
         "ok": difference is None,
         "difference": difference,
         "model": dataclasses.asdict(model),
         "device": device,
         "place": place_text,
-        "engine": plan.engine,
+        "engine": last.engine,
         "plan": explained,
         "blocks": {"cache": geometry.blocks, "moved": count, "guard": geometry.blocks - count, "bytes": block_bytes},
         "chunks": {"count": chunk_count, "tokens": CHUNK_TOKENS, "bytes": chunk_bytes},

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvraw.arrays import U64
+from kvraw.engines.arena import StagingArena
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.inflight import InFlight
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
+from kvraw.runtime.stream import Stream
 
 __all__ = ["DeviceState", "StatusWord", "Upload", "device_state"]
 
@@ -57,9 +59,18 @@ class DeviceState:
         self.device = device
         self.books = InFlight()
         self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")
+        self.arena = StagingArena(device)
         self._lock = threading.Lock()
+        self._side: dict[str, Stream] = {}
         self._status: list[StatusWord] = []
         self._uploads: dict[int, list[Upload]] = defaultdict(list)
+
+    def side_stream(self, direction: str) -> Stream:
+        """The stream of our own for transfers of a direction that are not to run on the caller's."""
+        with self._lock:
+            if direction not in self._side:
+                self._side[direction] = Stream(self.device)
+            return self._side[direction]
 
     def take_status(self) -> StatusWord:
         """A cleared status word, to be given back with `give_status`."""
@@ -73,10 +84,11 @@ class DeviceState:
         status.values[:] = 0
         return status
 
-    def give_status(self, status: StatusWord) -> None:
+    def give_status(self, status: StatusWord) -> Exception | None:
         """Take a status word back that no kernel can write any more."""
         with self._lock:
             self._status.append(status)
+        return None
 
     def take_upload(self, words: int) -> Upload:
         """Buffers for at least this many words, to be given back with `give_upload`."""

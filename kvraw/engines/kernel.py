@@ -136,7 +136,8 @@ class KernelPlan:
             upload: Upload | None = None
             if self.check and (kind[3] > 1 or kind[4] > 1):
                 status = state.take_status()
-                operation.then(functools.partial(self._read_status, state, status))
+                operation.report(functools.partial(self._report, status))
+                operation.then(functools.partial(state.give_status, status))
             if self._arrangement.upload_words:
                 upload = state.take_upload(self._arrangement.upload_words)
                 operation.then(functools.partial(state.give_upload, upload))
@@ -197,9 +198,9 @@ class KernelPlan:
             if operands.index is not None and operands.index.host is None:
                 long[ka.INDEX[k]] = operands.index.address
 
-    def _read_status(self, state: DeviceState, status: StatusWord) -> Exception | None:
+    def _report(self, status: StatusWord) -> Exception | None:
         where, value = int(status.values[0]), int(status.values[1].view(np.int64))
-        state.give_status(status)
+        status.values[:] = 0
         if not where:
             return None
         side = (self.plan.src_flat, self.plan.dst_flat)[where & 1]

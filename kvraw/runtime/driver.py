@@ -229,6 +229,16 @@ class CudaDriver:
         """One copy between any two addresses, on a stream."""
         self._do("cuMemcpyAsync", dst, src, nbytes, stream)
 
+    def memcpy_2d_async(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
+    ) -> None:
+        """`rows` copies of `width` bytes, each a pitch behind the one before; pitches are bytes, at least `width`."""
+        c = self._cu.CUDA_MEMCPY2D()
+        c.srcMemoryType = c.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        c.srcDevice, c.srcPitch, c.dstDevice, c.dstPitch = src, src_pitch, dst, dst_pitch
+        c.WidthInBytes, c.Height = width, rows
+        self._do("cuMemcpy2DAsync", c, stream)
+
     def memset_async(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         """Fill device memory with a byte."""
         self._do("cuMemsetD8Async", dst, value, nbytes, stream)

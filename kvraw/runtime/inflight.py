@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 
 from kvraw.errors import DriverError
 from kvraw.runtime.driver import driver
 
-__all__ = ["Completion", "InFlight", "Operation"]
+__all__ = ["Captured", "Completion", "InFlight", "Operation"]
 
 _log = logging.getLogger("kvraw")
 
@@ -22,10 +24,10 @@ class Completion:
 
     __slots__ = ("__weakref__", "_books", "_event", "_lock", "_refs", "_settle", "error")
 
-    def __init__(self, books: InFlight, event: int, refs: object, settle: list[Settle]) -> None:
+    def __init__(self, books: InFlight, event: int | None, refs: object, settle: list[Settle]) -> None:
         self._books = books
-        self._event: int | None = event
-        self._refs: object = refs
+        self._event = event
+        self._refs = refs
         self._settle = settle
         self._lock = books.settle_lock
         self.error: Exception | None = None
@@ -51,14 +53,41 @@ class Completion:
             if self._event is not None:
                 self._finish()
 
+    def wait_on(self, stream: int) -> None:
+        """Make a stream of the same device wait until the operation is over."""
+        with self._lock:
+            if self._event is not None:
+                driver().stream_wait_event(stream, self._event)
+
     def _finish(self) -> None:
         event, self._event = self._event, None
         assert event is not None
         self._refs = None
-        for settle in self._settle:
-            self.error = settle() or self.error
+        self.error = _run(self._settle)
         self._settle = []
         self._books.retire(self, event)
+
+
+def _run(settle: list[Settle]) -> Exception | None:
+    error = None
+    for one in settle:
+        error = one() or error
+    return error
+
+
+class Captured(Completion):
+    """An operation captured into a graph: it runs at each replay; what it uses lives as long as this object."""
+
+    __slots__ = ("_reports",)
+
+    def __init__(self, books: InFlight, refs: object, reports: list[Settle], settle: list[Settle]) -> None:
+        super().__init__(books, None, refs, [])
+        self._reports = reports
+        weakref.finalize(self, _run, settle)
+
+    def wait(self) -> None:
+        """Take up what replays reported since the last call; waits for nothing."""
+        self.error = _run(self._reports)
 
 
 class Operation:
@@ -72,41 +101,57 @@ class Operation:
         Streams that were given work for it.
     """
 
-    __slots__ = ("_books", "_event", "_settle", "enqueued", "stream")
+    __slots__ = ("_books", "_captured", "_event", "_reports", "_settle", "enqueued", "stream")
 
-    def __init__(self, books: InFlight, stream: int) -> None:
-        self._books, self.stream = books, stream
-        self._event = books.take_event()
+    def __init__(self, books: InFlight, stream: int, captured: bool) -> None:
+        self._books, self.stream, self._captured = books, stream, captured
+        self._event = None if captured else books.take_event()
+        self._reports: list[Settle] = []
         self._settle: list[Settle] = []
         self.enqueued: list[int] = []
 
-    def then(self, settle: Settle) -> None:
+    def report(self, report: Settle) -> None:
         """Call this once the operation is over; what it returns is the operation's error."""
+        self._reports.append(report)
+
+    def then(self, settle: Settle) -> None:
+        """Call this once the operation is over, after all reports."""
         self._settle.append(settle)
+
+    def follow(self, stream: int) -> None:
+        """Make the operation's stream wait for what another stream was given so far."""
+        event = self._books.take_event()
+        self.then(functools.partial(self._books.give_event, event))
+        driver().event_record(event, stream)
+        driver().stream_wait_event(self.stream, event)
 
     def commit(self, refs: object) -> Completion:
         """Record an event on the stream behind all that was enqueued, and keep `refs` until it is reached."""
+        if self._event is None:
+            return Captured(self._books, refs, self._reports, self._settle)
         try:
             driver().event_record(self._event, self.stream)
         except BaseException:
             self.enqueued.append(self.stream)
             self.abort()
             raise
-        completion = Completion(self._books, self._event, refs, self._settle)
+        completion = Completion(self._books, self._event, refs, self._reports + self._settle)
         self._books.admit(completion)
         return completion
 
     def abort(self) -> None:
         """Give everything back after a failure; waits where work was enqueued, since nothing else tells its end."""
         try:
+            if self._captured and self.enqueued:
+                raise DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, "cuStreamSynchronize")
             for stream in set(self.enqueued):
                 driver().stream_synchronize(stream)
         except DriverError:
             self._books.lost.append(self._settle)  # never used again: work may still hold it
             return
-        self._books.give_event(self._event)
-        for settle in self._settle:
-            settle()
+        if self._event is not None:
+            self._books.give_event(self._event)
+        _run(self._settle)
 
 
 class InFlight:
@@ -128,14 +173,19 @@ class InFlight:
             return self._events.pop()
         return driver().event_create()
 
-    def give_event(self, event: int) -> None:
+    def give_event(self, event: int) -> Exception | None:
         """Take an event back."""
         self._events.append(event)
+        return None
 
-    def begin(self, stream: int) -> Operation:
-        """Begin an operation on a stream, and settle old ones that are over. The device's context is current."""
-        self.reap()
-        return Operation(self, stream)
+    def begin(self, stream: int, *, captured: bool = False) -> Operation:
+        """Begin an operation on a stream, and settle old ones that are over. The device's context is current.
+
+        A capture that is in progress on the stream forbids asking about events: nothing is settled then.
+        """
+        if not captured:
+            self.reap()
+        return Operation(self, stream, captured)
 
     def admit(self, completion: Completion) -> None:
         """Put an operation on the books."""

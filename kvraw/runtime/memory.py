@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import threading
 import weakref
 from dataclasses import dataclass
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
+
 from kvraw.errors import BoundsError, ClosedError, DriverError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 
-__all__ = ["DeviceBuffer", "PinnedBuffer", "Registration", "Where", "locate"]
+__all__ = ["DeviceBuffer", "PinnedBuffer", "Registration", "Where", "boundaries", "locate"]
 
 REGISTER_STEP = 64 << 30  # one registration of 512 GiB or more fails on r580; stay well below
 
@@ -183,6 +187,14 @@ def _register(d: CudaDriver, piece: tuple[int, int], pieces: list[tuple[int, int
         d.host_register(begin, end - begin)
         bisect.insort(ranges, piece)
         pieces.append(piece)
+
+
+def boundaries() -> npt.NDArray[np.uint64]:
+    """Addresses, ascending, where one registration of ours ends and the next begins: no copy may span them."""
+    d = driver()
+    with _lock:
+        ranges = _ranges.get(d, [])
+        return np.array([a[1] for a, b in itertools.pairwise(ranges) if a[1] == b[0]], np.uint64)
 
 
 class Registration(_Owner):

@@ -31,10 +31,13 @@ def test_host(case: Case, engine: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ids_on", ["host", "device"])
+@pytest.mark.parametrize("how", ["kernel", "kernel, ids on the device", "copy", "staged"])
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_gpu(case: Case, ids_on: str, gpu: int) -> None:
-    check(case, lambda laid: on_device(laid, gpu, ids_on == "device"))
+def test_gpu(case: Case, how: str, gpu: int) -> None:
+    engine, *ids = how.split(", ")
+    if engine == "staged" and case.direction == "store" and min(case.ids, default=0) < 0:
+        engine = "auto"
+    check(case, lambda laid: on_device(laid, gpu, bool(ids), engine))
 
 
 def test_the_cases_move_something() -> None:

@@ -265,6 +265,16 @@ class FakeDriver(FakeStreams):
         if to is None:  # pageable destination: the call returns when it is done
             self._until(lambda: not self._streams[stream].ops, "memcpy_async")
 
+    def memcpy_2d_async(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
+    ) -> None:
+        if min(dst_pitch, src_pitch) < width or rows < 1:
+            raise self._error("CUDA_ERROR_INVALID_VALUE", "memcpy_2d_async")
+        for start, pitch in ((dst, dst_pitch), (src, src_pitch)):
+            self._range(start, pitch * (rows - 1) + width, "memcpy_2d_async")
+        for k in range(rows):
+            self.memcpy_async(dst + k * dst_pitch, src + k * src_pitch, width, stream)
+
     def memset_async(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         import ctypes
 

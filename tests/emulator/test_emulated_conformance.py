@@ -7,10 +7,21 @@ import pytest
 from tests.conformance.test_conformance import CASES, check, name
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.backends import on_device
-from tests.helpers.cases import Case
+from tests.helpers.cases import Case, lay
 
 
 @pytest.mark.parametrize("ids_on", ["host", "device"])
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_emulated(case: Case, ids_on: str, fake: FakeDriver) -> None:
-    check(case, lambda laid: on_device(laid, 0, ids_on == "device"))
+    check(case, lambda laid: on_device(laid, 0, ids_on == "device", "kernel"))
+
+
+@pytest.mark.parametrize("engine", ["copy", "staged"])
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_emulated_engines(case: Case, engine: str, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Slots so small that chunks are cut, and a ring so short that slots are used again.
+    monkeypatch.setenv("KVRAW_STAGING_SLOT", str(max(2048, lay(case).chunk_bytes * (1 + case.seed % 5) // 3)))
+    monkeypatch.setenv("KVRAW_STAGING_DEPTH", str(1 + case.seed % 3))
+    if engine == "staged" and case.direction == "store" and min(case.ids, default=0) < 0:
+        engine = "auto"
+    check(case, lambda laid: on_device(laid, 0, engine=engine))

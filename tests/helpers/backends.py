@@ -48,7 +48,7 @@ def on_host(engine: str) -> Callable[[Laid], Result]:
     return backend
 
 
-def on_device(laid: Laid, device: int = 0, ids_on_device: bool = False) -> Result:
+def on_device(laid: Laid, device: int = 0, ids_on_device: bool = False, engine: str | None = None) -> Result:
     """The kernel engine, through whichever driver is installed: cache in device memory, chunks in pinned memory."""
     from kvraw.runtime.context import DeviceScope
     from kvraw.runtime.driver import driver
@@ -68,7 +68,7 @@ def on_device(laid: Laid, device: int = 0, ids_on_device: bool = False) -> Resul
         ids = DeviceIds(laid.case.ids, device, stream) if ids_on_device else None
         bases = [memory.address + o for o in laid.paged.offsets]
         cache = kvraw.PagedCache.from_pointers(bases, laid.case.format, geometry(laid), device=device)
-        run(cache, [row.address + o for o in laid.chunks.offsets], laid.case, None, stream, ids).wait()
+        run(cache, [row.address + o for o in laid.chunks.offsets], laid.case, engine, stream, ids).wait()
         d.memcpy_async(mirror.address, memory.address, size, stream.handle)
         stream.synchronize()
         return mirror.numpy().copy(), row.numpy().copy()

@@ -1,0 +1,104 @@
+"""Staging memory of one device: a ring of slots for each direction, and the streams that empty and fill them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from kvraw import config
+from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import DeviceBuffer
+from kvraw.runtime.stream import Stream
+
+__all__ = ["StagingArena", "StagingRing"]
+
+
+class _Slot:
+    """Device memory, the event after which it may be written, and the event after which it may be read."""
+
+    __slots__ = ("address", "buffer", "free", "full", "used")
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        d = driver()
+        self.buffer = DeviceBuffer(nbytes, device)
+        self.address = self.buffer.address
+        self.free, self.full = d.event_create(), d.event_create()
+        self.used = False
+
+    def acquire(self, stream: int) -> None:
+        """Make a stream wait until the slot may be written again."""
+        if self.used:
+            driver().stream_wait_event(stream, self.free)
+
+    def hand_over(self, writer: int, reader: int) -> None:
+        """Make `reader` wait for what `writer` was given so far."""
+        d = driver()
+        d.event_record(self.full, writer)
+        d.stream_wait_event(reader, self.full)
+
+    def release(self, reader: int) -> None:
+        """Note that the slot is free after what `reader` was given so far."""
+        driver().event_record(self.free, reader)
+        self.used = True
+
+
+class StagingRing:
+    """Slots of one direction. Whoever enqueues work on them holds `lock`; streams then wait for each other by events.
+
+    Attributes
+    ----------
+    copies : Stream
+        The stream of the large copies.
+    """
+
+    def __init__(self, device: int, nbytes: int, depth: int) -> None:
+        self.lock = threading.Lock()
+        self.nbytes = nbytes
+        self.copies = Stream(device)
+        self._slots = [_Slot(nbytes, device) for _ in range(depth)]
+        self._at = 0
+        self.steps = 0
+
+    @property
+    def depth(self) -> int:
+        """Slots."""
+        return len(self._slots)
+
+    def next(self) -> _Slot:
+        """The slot whose turn it is."""
+        self._at = (self._at + 1) % len(self._slots)
+        self.steps += 1
+        return self._slots[self._at]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStats:
+    """Bytes of device memory held, and slots filled so far, per direction."""
+
+    nbytes: dict[str, int]
+    steps: dict[str, int]
+
+
+class StagingArena:
+    """The rings of one device, made on first use; the device's context is current then."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._rings: dict[str, StagingRing] = {}
+
+    def ring(self, direction: str) -> StagingRing:
+        """The ring of a direction ("store" or "load")."""
+        found = self._rings.get(direction)
+        if found is None:
+            with self._lock:
+                found = self._rings.get(direction)
+                if found is None:
+                    nbytes, depth = config.STAGING_SLOT.get(), config.STAGING_DEPTH.get()
+                    found = self._rings[direction] = StagingRing(self._device, nbytes, depth)
+        return found
+
+    def stats(self) -> ArenaStats:
+        """What the arena holds and did."""
+        rings = dict(self._rings)
+        return ArenaStats({k: r.nbytes * r.depth for k, r in rings.items()}, {k: r.steps for k, r in rings.items()})

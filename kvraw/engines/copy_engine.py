@@ -1,0 +1,141 @@
+"""The copy-engine engine: a plan as (destination, source, size) descriptors, handed to the driver in few calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvraw import config
+from kvraw.arrays import I64, U64
+from kvraw.engines.operands import Operands
+from kvraw.plan import CopyPlan, Side
+from kvraw.runtime.driver import CudaDriver, driver
+from kvraw.runtime.memory import boundaries
+
+__all__ = ["Descriptors", "describe", "enqueue", "merge", "split"]
+
+LEGACY = (0, 1)  # the legacy default stream's handles, which the batch call refuses
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """Copies: three uint64 vectors of one length."""
+
+    dst: U64
+    src: U64
+    sizes: U64
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+def _side_addresses(plan: CopyPlan, side: Side, name: str, operands: Operands, items: I64) -> tuple[U64, np.ndarray]:
+    """Addresses of all runs, items along the last axis, and which items are kept."""
+    index = items if operands.host_index is None else operands.host_index[items]
+    kept = index >= 0
+    outer, inner = np.divmod(np.where(kept, index, 0), side.page)
+    entry = outer * side.table_outer
+    offset = outer * side.outer + inner * side.inner
+    for d in plan.dims:  # innermost first; the items stay innermost of all, where ids that follow each other merge
+        steps = np.arange(d.size, dtype=np.int64).reshape(-1, *[1] * entry.ndim)
+        entry = entry + steps * getattr(d, f"{name}_table")
+        offset = offset + steps * getattr(d, name)
+    return operands.bases[entry] + offset.astype(np.uint64), kept
+
+
+def describe(plan: CopyPlan, src: Operands, dst: Operands, first: int, count: int) -> Descriptors:
+    """Every run of the plan for items `first` to `first + count`, items with a negative index left out.
+
+    Indices are on the host.
+    """
+    items = np.arange(first, first + count, dtype=np.int64)
+    source, kept = _side_addresses(plan, plan.src_flat, "src", src, items)
+    target, kept_too = _side_addresses(plan, plan.dst_flat, "dst", dst, items)
+    kept &= kept_too
+    if not kept.all():
+        source, target = source[..., kept], target[..., kept]
+    return Descriptors(target.ravel(), source.ravel(), np.full(target.size, plan.run_bytes, np.uint64))
+
+
+def merge(d: Descriptors) -> Descriptors:
+    """Join neighbours that follow each other on both sides, in ascending and then in descending order."""
+    for ascending in (True, False):
+        if len(d) < 2:
+            return d
+        low, high = (slice(None, -1), slice(1, None)) if ascending else (slice(1, None), slice(None, -1))
+        joined = (d.dst[low] + d.sizes[low] == d.dst[high]) & (d.src[low] + d.sizes[low] == d.src[high])
+        if not joined.any():
+            continue
+        starts = np.flatnonzero(np.concatenate([[True], ~joined]))
+        sizes = np.add.reduceat(d.sizes, starts)
+        lowest = starts if ascending else np.append(starts[1:], len(d)) - 1
+        d = Descriptors(d.dst[lowest], d.src[lowest], sizes)
+    return d
+
+
+def split(d: Descriptors, edges: U64) -> Descriptors:
+    """Cut copies where either side crosses an edge: one copy must not span two host registrations."""
+    if not len(edges) or not len(d):
+        return d
+    for side in ("src", "dst"):
+        at = getattr(d, side)
+        inside = np.searchsorted(edges, at + d.sizes, "left") - np.searchsorted(edges, at, "right")
+        if not inside.any():
+            continue
+        first = np.searchsorted(edges, at, "right")
+        pieces = inside + 1
+        owner = np.repeat(np.arange(len(d)), pieces)
+        rank = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        cut = edges[np.minimum(first[owner] + rank - 1, len(edges) - 1)]
+        begin = np.where(rank == 0, np.uint64(0), cut - at[owner])
+        end = np.append(begin[1:], np.uint64(0))
+        last = np.append(owner[1:] != owner[:-1], True)
+        end = np.where(last, d.sizes[owner], end)
+        d = Descriptors(d.dst[owner] + begin, d.src[owner] + begin, end - begin)
+    return d
+
+
+def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None) -> str:
+    """Enqueue copies on a stream, in its order and unordered among themselves; returns how.
+
+    The vectors are read during the call. Where the batch call cannot be used (drivers before 12.8, captures, the
+    legacy default stream), copies go one by one, regular ones as rows of a two-dimensional copy; the order is the same.
+    """
+    if not len(d):
+        return "nothing"
+    d = split(d, boundaries())
+    call = driver()
+    if capturing is None:
+        capturing = call.stream_capturing(stream)
+    if stream not in LEGACY and not capturing and call.batch_supported():
+        most = config.MAX_BATCH.get()
+        for begin in range(0, len(d), most):
+            part = slice(begin, begin + most)
+            call.memcpy_batch_async(d.dst[part], d.src[part], d.sizes[part], stream)
+        return "batch"
+    _one_by_one(call, d, stream)
+    return "copies one by one"
+
+
+def _one_by_one(call: CudaDriver, d: Descriptors, stream: int) -> None:
+    count = len(d)
+    at = 0
+    to, src, sizes = d.dst.astype(np.int64), d.src.astype(np.int64), d.sizes.astype(np.int64)
+    steps = np.stack([np.diff(to), np.diff(src), np.diff(sizes)])
+    while at < count:
+        width = int(sizes[at])
+        rows = 1
+        if at + 1 < count:
+            step = steps[:, at]
+            if step[2] == 0 and min(step[0], step[1]) >= width:
+                same = (steps[:, at:] == step[:, None]).all(0)
+                rows = (len(same) if same.all() else int(np.argmin(same))) + 1
+        if rows >= 3 and max(int(steps[0, at]), int(steps[1, at])) < 1 << 31:  # pitches beyond that are refused
+            call.memcpy_2d_async(
+                int(d.dst[at]), int(steps[0, at]), int(d.src[at]), int(steps[1, at]), width, rows, stream
+            )
+        else:
+            rows = 1
+            call.memcpy_async(int(d.dst[at]), int(d.src[at]), width, stream)
+        at += rows

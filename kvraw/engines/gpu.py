@@ -1,0 +1,186 @@
+"""One plan on a GPU: picks the engine of each call and enqueues it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvraw.arrays import U64, IndexVector
+from kvraw.engines import copy_engine
+from kvraw.engines.device_state import DeviceState
+from kvraw.engines.kernel import KernelPlan
+from kvraw.engines.operands import Operands
+from kvraw.engines.planner import Choice, profile_for
+from kvraw.engines.staged import StagedPlan
+from kvraw.errors import PlacementError
+from kvraw.plan import CopyPlan
+from kvraw.runtime.inflight import Operation
+
+__all__ = ["GpuCall", "GpuPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCall:
+    """One call: which items, by which index, to or from where.
+
+    Attributes
+    ----------
+    index : IndexVector
+        Of the cache's side.
+    chunks, host_chunks : numpy.ndarray of uint64
+        Addresses of the chunks as the device and as the host see them.
+    link : bool
+        Host memory takes part.
+    capturing : bool
+        A stream capture is in progress.
+    """
+
+    index: IndexVector
+    chunks: U64
+    host_chunks: U64
+    first: int
+    count: int
+    link: bool
+    capturing: bool
+
+
+class GpuPlan:
+    """A copy plan between a cache on a GPU and a row of chunks.
+
+    Parameters
+    ----------
+    plan : CopyPlan
+        What to copy.
+    store : bool
+        The chunks are the destination.
+    bases : numpy.ndarray of uint64
+        Base addresses of the cache.
+    chunk_bytes, per_chunk : int
+        Bytes and items of a chunk.
+    engine : str
+        "auto", "kernel", "copy" or "staged".
+    ctas : int, optional
+        Most thread blocks of any kernel; 0 means none: the copy engine alone.
+    check : bool
+        Check indices that lie on the device, in the kernel.
+    names : tuple of str
+        What errors call the source's and the destination's index.
+    """
+
+    def __init__(
+        self,
+        plan: CopyPlan,
+        store: bool,
+        bases: U64,
+        chunk_bytes: int,
+        per_chunk: int,
+        *,
+        engine: str = "auto",
+        ctas: int | None = None,
+        check: bool = True,
+        names: tuple[str, str] = ("src_index", "dst_index"),
+    ) -> None:
+        self.plan, self.store, self.engine, self.ctas = plan, store, engine, ctas
+        self._bases, self._chunk_bytes, self._per_chunk = bases, chunk_bytes, per_chunk
+        self.direction = "store" if store else "load"
+        self.kernel = KernelPlan(plan, ctas=ctas or None, check=check, names=names)
+        self._staged: StagedPlan | None = None
+        src, dst = plan.src_flat, plan.dst_flat
+        # Items whose ids follow each other are neighbours on both sides: the copy engine joins them.
+        self._joins = (
+            src.inner + src.outer * (src.page == 1) == plan.run_bytes == dst.inner + dst.outer * (dst.page == 1)
+        )
+        self._choices: dict[tuple[object, ...], Choice] = {}
+
+    def _sides(self, index: IndexVector, chunks: U64) -> tuple[Operands, Operands]:
+        paged, flat = Operands(self._bases, index), Operands(chunks)
+        return (paged, flat) if self.store else (flat, paged)
+
+    def choose(self, state: DeviceState, call: GpuCall) -> Choice:
+        """The engine of a call."""
+        host = call.index.host
+        gaps = host is None
+        if host is not None and self.plan.src_flat.skip_negative | self.plan.dst_flat.skip_negative and call.link:
+            gaps = bool((host[call.first :] < 0).any())
+        joined = 1
+        if self._joins and host is not None and call.link and call.count > 1:
+            steps = np.diff(host[call.first : call.first + call.count])
+            joined = call.count // (1 + int(np.count_nonzero(steps != 1)))
+        key = (call.count, call.first % self._per_chunk, call.link, call.capturing, host is None, gaps, joined)
+        choice = self._choices.get(key)
+        if choice is None:
+            if len(self._choices) > 4096:
+                self._choices.clear()
+            choice = self._choices[key] = self._decide(state, call, gaps, joined)
+        return choice
+
+    def _decide(self, state: DeviceState, call: GpuCall, gaps: bool, joined: int) -> Choice:
+        plan, nbytes = self.plan, call.count * self.plan.item_bytes
+        profile = profile_for(state.device)
+        run = plan.run_bytes * max(1, min(joined, self._per_chunk))
+        seconds = {
+            "kernel": profile.seconds("kernel", self.direction, plan.run_bytes, nbytes),
+            "copy": profile.seconds("copy", self.direction, run, nbytes),
+            "staged": profile.seconds("staged", self.direction, plan.run_bytes, nbytes),
+        }
+        barred = {}
+        if not call.link:
+            barred["copy"] = barred["staged"] = "both sides are device memory"
+        if call.index.host is None:
+            barred["copy"] = barred["staged"] = "the ids lie on the device"
+        if call.capturing:
+            barred["copy"] = barred["staged"] = "a stream capture is in progress"
+        if gaps and self.store:
+            barred.setdefault("staged", "ids are left out, and whole chunks would overwrite their bytes")
+        whole = self._whole_chunks(call)
+        if not whole[1]:
+            barred.setdefault("staged", "no chunk is covered whole")
+        if self.ctas == 0:
+            barred["kernel"] = barred["staged"] = "ctas=0 allows no kernel"
+        named = "copy" if self.engine == "auto" and self.ctas == 0 else self.engine
+        if named != "auto":
+            soft = named == "copy" and call.index.host is not None  # slower, but right
+            if named in barred and not soft and not (named == "staged" and not whole[1]):
+                raise PlacementError(f"engine is {named!r}, but {barred[named]}")
+            return Choice(named, "asked for", seconds[named] * 1e6)
+        best = min((e for e in seconds if e not in barred), key=seconds.__getitem__)
+        others = [
+            f"{e} {barred[e]}" if e in barred else f"{e} {s * 1e6:.0f} us" for e, s in seconds.items() if e != best
+        ]
+        return Choice(best, f"the fastest by the model ({profile.source}); {'; '.join(others)}", seconds[best] * 1e6)
+
+    def _whole_chunks(self, call: GpuCall) -> tuple[int, int]:
+        """First chunk that is covered whole, and how many are."""
+        begin = -(-call.first // self._per_chunk)
+        return begin, max(0, (call.first + call.count) // self._per_chunk - begin)
+
+    def enqueue(self, state: DeviceState, operation: Operation, call: GpuCall) -> Choice:
+        """Enqueue a call; the device's context is current."""
+        choice = self.choose(state, call)
+        if choice.engine == "kernel":
+            src, dst = self._sides(call.index, call.chunks)
+            self.kernel.enqueue(state, operation, src, dst, call.first, call.count, link=call.link)
+        elif choice.engine == "copy":
+            src, dst = self._sides(call.index, call.host_chunks)
+            found = copy_engine.merge(copy_engine.describe(self.plan, src, dst, call.first, call.count))
+            operation.enqueued.append(operation.stream)
+            copy_engine.enqueue(found, operation.stream, capturing=call.capturing)
+        else:
+            self._enqueue_staged(state, operation, call)
+        return choice
+
+    def _enqueue_staged(self, state: DeviceState, operation: Operation, call: GpuCall) -> None:
+        chunk, chunks = self._whole_chunks(call)
+        end = call.first + call.count
+        if chunks:
+            ring = state.arena.ring(self.direction)
+            if self._staged is None:
+                self._staged = StagedPlan(self.plan, self.store, self._bases, self._chunk_bytes, ring.nbytes, self.ctas)
+            self._staged.enqueue(state, ring, operation, call.index, call.host_chunks, chunk, chunks)
+        # What is not a whole chunk: the ends, by the kernel, straight to or from the chunks.
+        inner = (chunk * self._per_chunk, (chunk + chunks) * self._per_chunk) if chunks else (end, end)
+        src, dst = self._sides(call.index, call.chunks)
+        for begin, stop in ((call.first, inner[0]), (inner[1], end)):
+            if stop > begin:
+                self.kernel.enqueue(state, operation, src, dst, begin, stop - begin, link=call.link)

@@ -1,0 +1,285 @@
+"""A transfer plan: what is computed once for many stores or loads of one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from kvraw import config
+from kvraw.arrays import ASK_DRIVER, IndexVector, index_vector
+from kvraw.cache import PagedCache
+from kvraw.chunks import ChunkRow
+from kvraw.engines import cpu, reference
+from kvraw.engines.device_state import device_state
+from kvraw.engines.gpu import GpuCall, GpuPlan
+from kvraw.engines.operands import Operands, check_distinct, check_host_index
+from kvraw.engines.planner import Choice
+from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.formats import ChunkLayout
+from kvraw.layout import chunk_side, copy_plan, find_chunk_layout
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
+from kvraw.runtime.inflight import Completion
+from kvraw.runtime.stream import stream_handle
+
+__all__ = ["Direction", "Transfer", "TransferPlan"]
+
+GPU_ENGINES = ("kernel", "copy", "staged")
+_NOTHING = Choice("none", "there is nothing to copy", 0.0)
+
+Direction = Literal["store", "load"]
+
+
+class Transfer:
+    """A store or a load that was enqueued (GPU) or is done (CPU)."""
+
+    __slots__ = ("_choice", "_completion", "plan")
+
+    def __init__(self, plan: TransferPlan, completion: Completion | None, choice: Choice) -> None:
+        self.plan = plan
+        self._completion = completion
+        self._choice = choice
+
+    @property
+    def engine(self) -> str:
+        """The engine that carries it out."""
+        return self._choice.engine
+
+    def done(self) -> bool:
+        """Whether the copy is over; never waits."""
+        return self._completion is None or self._completion.done()
+
+    def wait(self) -> None:
+        """Wait on the host until the copy is over, with the GIL released.
+
+        Of a transfer that was captured into a graph, this reports what replays met since the last call, and waits for
+        nothing: synchronise the stream that replays first.
+
+        Raises
+        ------
+        BoundsError
+            The kernel met an index out of bounds (indices that lie on the device); such entries were left out.
+        """
+        if self._completion is not None:
+            self._completion.wait()
+            if self._completion.error is not None:
+                raise self._completion.error
+
+    def wait_on(self, stream: Any) -> None:
+        """Make a stream of the same device wait until the copy is over."""
+        if self._completion is not None:
+            self._completion.wait_on(stream_handle(stream))
+
+    def explain(self) -> str:
+        """What carries the copy out and why."""
+        return self.plan.describe(self._choice)
+
+
+class TransferPlan:
+    """What is computed once for many stores or loads of one cache: call it with chunks and ids.
+
+    Parameters
+    ----------
+    cache : PagedCache
+        The cache; borrowed and kept.
+    direction : "store" or "load"
+        Cache to chunks, or chunks to cache.
+    chunk_tokens : int
+        Tokens per chunk; a multiple of the block size, by blocks.
+    by : "block" or "slot"
+        What indices count: blocks, or slots (block * block_size + offset; negative: leave out).
+    chunk_layout : str
+        Order of a chunk's axes, see `kvraw.formats.CHUNK_LAYOUTS`.
+    engine : str, optional
+        For a cache on a GPU "kernel", "copy", "staged" or "auto", for one on the host "cpu", "reference" or "auto";
+        default: `KVRAW_ENGINE`, else "auto", which takes the fastest for each call on a GPU and "cpu" on the host.
+    check : bool
+        Check indices against the cache, on the host where they are there, else in the kernel.
+    ctas : int, optional
+        Most thread blocks of any kernel, for a GPU that is busy with other work; 0: none, the copy engine alone.
+
+    Raises
+    ------
+    LayoutError, PlacementError
+        The parts do not fit together; says which.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        direction: Direction,
+        *,
+        chunk_tokens: int,
+        by: Literal["block", "slot"] = "block",
+        chunk_layout: str | ChunkLayout = "2LTD",
+        engine: str | None = None,
+        check: bool = True,
+        ctas: int | None = None,
+    ) -> None:
+        if direction not in ("store", "load") or by not in ("block", "slot"):
+            raise LayoutError(f"direction is {direction!r} and by {by!r}; must be store or load, and block or slot")
+        self.cache, self.direction, self.by, self.check = cache, direction, by, check
+        self.chunk_tokens = chunk_tokens
+        self.chunk_layout = find_chunk_layout(chunk_layout)
+        self.step = 1 if by == "slot" else cache.geometry.block_size
+        paged, flat = cache.layout.side(by), chunk_side(self.chunk_layout, cache.geometry, chunk_tokens, by)
+        store = direction == "store"
+        self.plan = copy_plan(cache.geometry, *((paged, flat) if store else (flat, paged)), by)
+        self.chunk_bytes = cache.chunk_bytes(chunk_tokens)
+        if ctas is not None and ctas < 0:
+            raise BoundsError(f"ctas is {ctas}, must be >= 0")
+        named = self._allowed(engine)
+        self._ids_name = "slots" if by == "slot" else "block_ids"
+        self._per_chunk, self._paged = chunk_tokens // self.step, paged
+        self._done = Choice(named, "the cache is in host memory", 0.0)
+        self._cpu: cpu.CpuPlan | None = None
+        self._gpu: GpuPlan | None = None
+        if cache.device is not None:
+            names = (self._ids_name, "chunks") if store else ("chunks", self._ids_name)
+            self._gpu = GpuPlan(
+                self.plan,
+                store,
+                cache.bases,
+                self.chunk_bytes,
+                self._per_chunk,
+                engine=named,
+                ctas=ctas,
+                check=check,
+                names=names,
+            )
+        elif named == "cpu":
+            self._cpu = cpu.CpuPlan(self.plan)
+
+    def _allowed(self, engine: str | None) -> str:
+        """The engine that was asked for; on the host never "auto"."""
+        named = engine or config.ENGINE.get()
+        if named not in config.ENGINES:
+            raise LayoutError(f"engine is {named!r}, must be one of {', '.join(config.ENGINES)}")
+        device = self.cache.device
+        if device is None:
+            if named in GPU_ENGINES:
+                raise PlacementError(f"the cache is in host memory; the {named} engine takes a cache on a GPU")
+            return "cpu" if named == "auto" else named
+        if named not in ("auto", *GPU_ENGINES):
+            raise PlacementError(f"engine is {named!r}, but the cache is memory of device {device}")
+        return named
+
+    def __call__(
+        self, chunks: Sequence[Any], ids: Any, *, skip: int = 0, stream: Any = None, side: bool = False
+    ) -> Transfer:
+        """Copy; on a GPU, enqueue the copy.
+
+        Parameters
+        ----------
+        chunks : sequence
+            Chunks in order: `HostChunk`, tensors or arrays of any library, or addresses. Borrowed until the copy is
+            over.
+        ids : object
+            Block ids or slots: list, array, or CPU or CUDA tensor. Entry i belongs to block (token) i of the row of
+            chunks.
+        skip : int
+            Leading entries to leave out; chunk bytes (store) or cache blocks (load) of theirs stay untouched.
+        stream : object
+            Stream of the cache's device that the copy is enqueued on: it sees what the stream was given before, and
+            what the stream is given later sees it. Not needed by the CPU engine, which returns when the copy is done.
+        side : bool
+            Copy on a stream of kvraw's own, behind what `stream` was given. A load makes `stream` wait for it; after a
+            store `stream` goes on, and whatever overwrites the blocks must wait (`Transfer.wait_on`, `Transfer.wait`).
+
+        Raises
+        ------
+        BoundsError
+            Bad ids, too few chunks, chunks of the wrong size, duplicate ids in a load; nothing is moved.
+        ClosedError
+            A chunk's pool is closed.
+        PlacementError
+            A chunk lies where the engine cannot reach it.
+        """
+        index = index_vector(self._ids_name, ids)
+        row = ChunkRow(chunks, self.chunk_bytes)
+        self._check(row, index, skip)
+        count = index.count - skip
+        if self._gpu is not None:
+            handle = stream_handle(stream)
+            if count <= 0:
+                return Transfer(self, None, _NOTHING)
+            return self._enqueue(self._gpu, row, index, skip, count, handle, side)
+        engine = self._done.engine
+        if index.host is None:
+            raise PlacementError(f"{self._ids_name} lie on a device; the {engine} engine takes them on the host")
+        row.require_host(engine)
+        if count > 0:
+            paged, flat = Operands(self.cache.bases, index), Operands(row.addresses)
+            src, dst = (paged, flat) if self.direction == "store" else (flat, paged)
+            if self._cpu is not None:
+                self._cpu.copy(src, dst, skip, count)
+            else:
+                reference.copy(self.plan, src, dst, skip, count)
+        return Transfer(self, None, self._done)
+
+    def _check(self, row: ChunkRow, index: IndexVector, skip: int) -> None:
+        if skip < 0:
+            raise BoundsError(f"skip is {skip}, must be >= 0")
+        if index.count > len(row) * self._per_chunk:
+            raise BoundsError(
+                f"chunks has {len(row)} chunks of {self._per_chunk} {self.by}s each, too few for {index.count} "
+                f"{self._ids_name}"
+            )
+        if index.host is not None and self.check:
+            check_host_index(self._ids_name, index.host, self._paged, skip)
+            if self.direction == "load":
+                check_distinct(self._ids_name, index.host, skip)
+
+    def _enqueue(
+        self, gpu: GpuPlan, row: ChunkRow, index: IndexVector, skip: int, count: int, stream: int, side: bool
+    ) -> Transfer:
+        device = self.cache.device
+        assert device is not None
+        if index.device not in (None, ASK_DRIVER, device):
+            raise PlacementError(f"{self._ids_name} lie on device {index.device}, the cache on device {device}")
+        with DeviceScope(device):
+            addresses, link = row.on_device(device)
+            state = device_state(device)
+            capturing = driver().stream_capturing(stream)
+            own = state.side_stream(self.direction).handle if side and not capturing else stream
+            operation = state.books.begin(own, captured=capturing)
+            try:
+                if own != stream:
+                    operation.follow(stream)
+                call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing)
+                choice = gpu.enqueue(state, operation, call)
+            except BaseException:
+                operation.abort()
+                raise
+            completion = operation.commit((self.cache, row.owners, index.owner))
+            if own != stream and self.direction == "load":
+                completion.wait_on(stream)
+        for pool in row.pools:
+            pool.borrow(completion)
+        return Transfer(self, completion, choice)
+
+    def explain(self) -> str:
+        """What the plan does, in a line or two each; what carries out a call, its `Transfer.explain` says."""
+        return self.describe(self._done if self._gpu is None else None)
+
+    def describe(self, choice: Choice | None) -> str:
+        """The plan, and what was chosen for a call."""
+        p = self.plan
+        lines = [
+            f"{self.direction} by {self.by}: {self.cache.layout.format.name} <-> {self.chunk_layout.name}, "
+            f"{self.chunk_tokens} tokens per chunk",
+            f"per {self.by}: {p.runs_per_item} runs of {p.run_bytes} bytes, {p.item_bytes} bytes in all "
+            f"({' x '.join(str(d.size) for d in reversed(p.dims)) or '1'} after folding)",
+        ]
+        if choice is not None:
+            lines.insert(1, f"engine {choice.engine}: {choice.reason}")
+        if self._gpu is not None:
+            ctas = self._gpu.kernel.most_ctas(True, 0)
+            lines.append(
+                f"kernels take up to {p.width()} bytes per access, on at most {ctas} thread blocks over the link"
+            )
+            if choice is not None:
+                lines.append(f"predicted: {choice.microseconds:.0f} us")
+        if self._cpu is not None:
+            lines.append(f"{cpu.threads()} threads")
+        return "\n".join(lines)
