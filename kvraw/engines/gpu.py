@@ -92,6 +92,7 @@ class GpuPlan:
             src.inner + src.outer * (src.page == 1) == plan.run_bytes == dst.inner + dst.outer * (dst.page == 1)
         )
         self._choices: dict[tuple[object, ...], Choice] = {}
+        self._fixed = Choice(engine, "asked for", 0.0) if engine in ("kernel", "copy") and ctas != 0 else None
 
     def _sides(self, index: IndexVector, chunks: U64) -> tuple[Operands, Operands]:
         paged, flat = Operands(self._bases, index), Operands(chunks)
@@ -100,6 +101,8 @@ class GpuPlan:
     def choose(self, state: DeviceState, call: GpuCall) -> Choice:
         """The engine of a call."""
         host = call.index.host
+        if self._fixed and call.link and host is not None and not call.capturing:
+            return self._fixed  # asked for, and nothing speaks against it
         gaps = host is None
         if host is not None and self.plan.src_flat.skip_negative | self.plan.dst_flat.skip_negative and call.link:
             gaps = bool((host[call.first :] < 0).any())

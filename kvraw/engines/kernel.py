@@ -92,7 +92,7 @@ class KernelPlan:
         check: bool = True,
         names: tuple[str, str] = ("src_index", "dst_index"),
     ) -> None:
-        self.plan, self.ctas, self.check, self.names = plan, ctas, check, names
+        self.plan, self.ctas, self.check, self.names = plan, ctas or config.CTAS.get(), check, names
         self._block = ArgumentBlock(ka.ARGS)
         self._long = self._block.record.view(np.uint64)
         self._short = self._block.record.view(np.uint32)
@@ -106,7 +106,7 @@ class KernelPlan:
 
     def most_ctas(self, link: bool, multiprocessors: int) -> int:
         """Most thread blocks of a launch; `link` says that host memory takes part."""
-        return self.ctas or config.CTAS.get() or (LINK_CTAS if link else 2 * multiprocessors)
+        return self.ctas or (LINK_CTAS if link else 2 * multiprocessors)
 
     def enqueue(
         self,

@@ -141,6 +141,7 @@ class StagedPlan:
                 driver().event_record(start, stream)
                 driver().stream_wait_event(copies, start)
             steps, slot = 0, None
+            places, edges = addresses.tolist(), boundaries()
             group = max(1, self.chunks_per_slot)
             for chunk in range(first_chunk, first_chunk + chunks, group):
                 many = min(group, first_chunk + chunks - chunk)
@@ -153,7 +154,7 @@ class StagedPlan:
                         if side == 0:
                             self._pack(state, operation, piece, slot.address, index, chunk, many)
                         else:
-                            self._move(piece, slot.address, addresses[chunk : chunk + many], copies)
+                            self._move(piece, slot.address, places[chunk : chunk + many], edges, copies)
                         if side == (0 if self._store else 1):
                             slot.hand_over(writer, reader)
                     slot.release(reader)
@@ -181,14 +182,22 @@ class StagedPlan:
         count = piece.count if chunks == 1 else chunks * self._per_chunk
         piece.kernel.enqueue(state, operation, src, dst, piece.first, count, link=False)
 
-    def _move(self, piece: _Slice, slot: int, addresses: U64, stream: int) -> None:
-        host = addresses + np.uint64(piece.offset)
-        device = np.uint64(slot) + np.arange(len(host), dtype=np.uint64) * np.uint64(self._chunk_bytes)
-        sizes = np.full(len(host), piece.nbytes, np.uint64)
-        ends = (host, device) if self._store else (device, host)
-        d = copy_engine.split(copy_engine.merge(copy_engine.Descriptors(*ends, sizes)), boundaries())
-        if len(d) > _FEW:
-            copy_engine.enqueue(d, stream, capturing=False)
+    def _move(self, piece: _Slice, slot: int, addresses: list[int], edges: U64, stream: int) -> None:
+        """Enqueue the large copies of one slot, neighbours as one."""
+        d, size = driver(), piece.nbytes
+        at, count = 0, len(addresses)
+        copies = []
+        while at < count:
+            end = at + 1
+            while end < count and addresses[end] == addresses[end - 1] + size:
+                end += 1
+            copies.append((addresses[at] + piece.offset, slot + at * self._chunk_bytes, (end - at) * size))
+            at = end
+        if len(copies) <= _FEW and not len(edges):
+            for host, device, nbytes in copies:
+                to, source = (host, device) if self._store else (device, host)
+                d.memcpy_async(to, source, nbytes, stream)
             return
-        for to, at, n in zip(d.dst.tolist(), d.src.tolist(), d.sizes.tolist(), strict=True):
-            driver().memcpy_async(to, at, n, stream)
+        host, device, nbytes = np.array(copies, np.uint64).T.copy()
+        ends = (host, device) if self._store else (device, host)
+        copy_engine.enqueue(copy_engine.Descriptors(*ends, nbytes), stream, capturing=False)

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -25,6 +25,7 @@ MINIMUM_DRIVER = 12000  # CUDA 12.0 (R525): the first that takes the PTX shipped
 _HOST, _DEVICE, _ARRAY, _UNIFIED = 1, 2, 3, 4
 # CUstreamCaptureStatus
 _CAPTURE_NONE = 0
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 # CUmemcpySrcAccessOrder
 _ORDER_STREAM = 1
 
@@ -58,7 +59,7 @@ class CudaDriver:
             result = cu.cuInit(0)
         except RuntimeError as error:  # the bindings raise it, not a CUresult, where libcuda.so.1 cannot be loaded
             raise DriverNotFoundError("no CUDA driver: libcuda.so.1 cannot be loaded") from error
-        if result[0].value:
+        if result[0]:
             raise DriverNotFoundError(f"the CUDA driver does not start: cuInit returned {result[0].name}")
         found = self.version()
         if found < MINIMUM_DRIVER:
@@ -71,11 +72,13 @@ class CudaDriver:
     def _do(self, name: str, *args: Any) -> Any:
         """Call a driver function; the values behind its result code, or a `DriverError`."""
         result = getattr(self._cu, name)(*args)
-        code = result[0]
-        if code.value:
-            detail = self._cu.cuGetErrorString(code)[1]
-            raise DriverError(code.name, int(code), name, detail.decode() if detail else "")
+        if result[0]:
+            self._fail(name, result[0])
         return result[1] if len(result) == 2 else result[1:]
+
+    def _fail(self, name: str, code: Any) -> NoReturn:
+        detail = self._cu.cuGetErrorString(code)[1]
+        raise DriverError(code.name, int(code), name, detail.decode() if detail else "")
 
     # devices and contexts
 
@@ -204,15 +207,17 @@ class CudaDriver:
 
     def event_record(self, event: int, stream: int) -> None:
         """Record an event on a stream."""
-        self._do("cuEventRecord", event, stream)
+        (code,) = self._cu.cuEventRecord(event, stream)
+        if code:
+            self._fail("cuEventRecord", code)
 
     def event_done(self, event: int) -> bool:
         """Whether an event was reached."""
         result = self._cu.cuEventQuery(event)[0]
-        if result == self._cu.CUresult.CUDA_ERROR_NOT_READY:
+        if result == _NOT_READY:
             return False
-        if result.value:
-            raise DriverError(result.name, int(result), "cuEventQuery")
+        if result:
+            self._fail("cuEventQuery", result)
         return True
 
     def event_synchronize(self, event: int) -> None:
@@ -253,7 +258,7 @@ class CudaDriver:
                 ctypes.c_int,
                 *(pointer, pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_size_t, pointer, pointer),
             )
-            self._batch = form(int(address)) if not code.value and address else False
+            self._batch = form(int(address)) if not code and address else False
         return self._batch is not False
 
     def memcpy_batch_async(self, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray, stream: int) -> None:
@@ -296,13 +301,24 @@ class CudaDriver:
 
     def launch(self, kernel: int, ctas: int, threads: int, stream: int, params: int) -> None:
         """Launch a kernel; `params` is the address of an array of argument addresses, read during the call."""
-        self._do("cuLaunchKernel", kernel, ctas, 1, 1, threads, 1, 1, 0, stream, params, 0)
+        (code,) = self._cu.cuLaunchKernel(kernel, ctas, 1, 1, threads, 1, 1, 0, stream, params, 0)
+        if code:
+            self._fail("cuLaunchKernel", code)
 
 
 _lock = threading.Lock()
 _driver: CudaDriver | None = None
 _absent: DriverNotFoundError | UnsupportedDriverError | None = None
 _pid = 0
+_forked = False  # this is the child of a process that had started the driver
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _driver is not None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def driver() -> CudaDriver:
@@ -318,10 +334,10 @@ def driver() -> CudaDriver:
         It was started in a parent process.
     """
     global _driver, _absent, _pid
-    if _driver is not None:
-        if _pid != os.getpid():
-            raise ForkError(f"CUDA was started in process {_pid} and does not survive fork; use spawn")
+    if _driver is not None and not _forked:
         return _driver
+    if _forked:
+        raise ForkError(f"CUDA was started in process {_pid} and does not survive fork; use spawn")
     with _lock:
         if _driver is None:
             if _absent is not None:
@@ -346,12 +362,12 @@ def driver_or_none() -> CudaDriver | None:
 def driver_if(known: weakref.ref[CudaDriver]) -> CudaDriver | None:
     """The driver that a finalizer was made with; None in a forked child, and where another driver was put in place."""
     found = known()
-    return found if found is not None and found is _driver and _pid == os.getpid() else None
+    return found if found is not None and found is _driver and not _forked else None
 
 
 def usable_here() -> bool:
     """Whether the driver was started, and by this very process."""
-    return _driver is not None and _pid == os.getpid()
+    return _driver is not None and not _forked
 
 
 def install(replacement: CudaDriver | None) -> CudaDriver | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -169,8 +168,9 @@ class InFlight:
 
     def take_event(self) -> int:
         """An event that nobody uses. The device's context is current."""
-        with contextlib.suppress(IndexError):
-            return self._events.pop()
+        with self._lock:
+            if self._events:
+                return self._events.pop()
         return driver().event_create()
 
     def give_event(self, event: int) -> Exception | None:
