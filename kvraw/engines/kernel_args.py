@@ -93,7 +93,11 @@ def fill_width(args: np.ndarray, plan: CopyPlan, width: int) -> int:
     vectors = plan.run_bytes // width
     split = -(-vectors // SEGMENT_VECTORS)
     segment = -(-vectors // split)
-    split = -(-vectors // segment)
+    if split > 1:
+        # Whole lines of 128 bytes: a segment that began inside one would read it twice, over the link as well.
+        line = 128 // width
+        segment = min(-(-segment // line) * line, SEGMENT_VECTORS)
+        split = -(-vectors // segment)
     a["run_vectors"], a["split"], a["segment_vectors"] = vectors, split, segment
     a["split_magic"], a["split_shift"] = divider(split)
     a["vector_magic"] = -(-(1 << 31) // segment)
