@@ -278,7 +278,7 @@ class TransferPlan:
             lines.append(
                 f"kernels take up to {p.width()} bytes per access, on at most {ctas} thread blocks over the link"
             )
-            if choice is not None:
+            if choice is not None and choice.microseconds:
                 lines.append(f"predicted: {choice.microseconds:.0f} us")
         if self._cpu is not None:
             lines.append(f"{cpu.threads()} threads")

@@ -1,1 +1,1 @@
-"""The command line: doctor and demo."""
+"""The command line: doctor, demo, calibrate and bench."""

@@ -1,4 +1,4 @@
-"""The `kvraw` command: arguments, output and exit code. What the commands do is in `doctor` and `demo`."""
+"""The `kvraw` command: arguments, output and exit code. What the commands do is in modules of their names."""
 
 from __future__ import annotations
 
@@ -45,6 +45,44 @@ def _demo(options: argparse.Namespace) -> Result:
     return report, demo.rows(report)
 
 
+def _bench(options: argparse.Namespace) -> Result:
+    from kvraw.cli import bench
+
+    return bench.run(options)
+
+
+def _calibrate(options: argparse.Namespace) -> Result:
+    from kvraw.cli import calibrate
+
+    report = calibrate.run(options.device)
+    return report, calibrate.rows(report)
+
+
+def _mib(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1 << 20:
+        raise argparse.ArgumentTypeError(f"must be above 0, is {value:g}")
+    return value
+
+
+def _run_sizes(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("--model", choices=list(MODELS), help="the cache of a model, not one for each run size")
+    bench.add_argument("--mib", type=_mib, default=64, help="MiB of a call (default: %(default)s)")
+    bench.add_argument("--runs", type=_run_sizes, metavar="BYTES,...", help="only these run sizes")
+    bench.add_argument("--only", metavar="PART,...", help="only these parts of the measurement, see the JSON document")
+    bench.add_argument("--device", type=_natural, help="the GPU (default: 0, where there is one)")
+    bench.add_argument("--cpu", action="store_true", help="the CPU engine, even where there is a GPU")
+    bench.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help="call after call, each engine")
+    bench.add_argument("--matmul", action="store_true", help="with --sustained: what each engine costs a bf16 matmul")
+    bench.add_argument("--quick", action="store_true", help="measure everything once: to try it out, not to quote")
+    bench.add_argument("--plot", metavar="FILE", help="draw bandwidth over run size (needs matplotlib)")
+    bench.add_argument("--json", metavar="FILE", help="write one JSON document; - prints it")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvraw", description="Moves KV-cache blocks between GPU and host memory.")
     parser.add_argument("--version", action="version", version=f"kvraw {__version__}")
@@ -62,7 +100,15 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=_natural, default=0, help="of the cache's bytes and the block ids (default: 0)")
     demo.set_defaults(run=_demo)
 
-    for command in (doctor, demo):
+    calibrate = commands.add_parser("calibrate", help="measure this GPU for the planner, once; takes some seconds")
+    calibrate.add_argument("--device", type=_natural, default=0, help="the GPU (default: %(default)s)")
+    calibrate.set_defaults(run=_calibrate)
+
+    bench = commands.add_parser("bench", help="measure every engine against the ceilings of this machine")
+    _add_bench(bench)
+    bench.set_defaults(run=_bench)
+
+    for command in (doctor, demo, calibrate):
         command.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -92,15 +138,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
     except SystemExit as end:  # argparse's way to end, after --help and --version too
         return int(end.code or 0)
+    printed = options.json is True or options.json == "-"  # bench's --json may also name a file
     try:
         report, rows = options.run(options)
-    except (KvrawError, MemoryError, ValueError) as error:  # what options, environment and machine can bring about
-        if options.json:
+    except (KvrawError, MemoryError, OSError, ValueError) as error:  # what options, environment and machine bring about
+        if printed:
             print(json.dumps({"ok": False, "error": str(error)}, indent=1))
         else:
             print(f"kvraw {options.command}: {error}", file=sys.stderr)
         return 1
-    if options.json:
+    if printed:
         print(json.dumps(report, indent=1))
     else:
         _show(rows)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -13,9 +15,13 @@ from pathlib import Path
 
 from kvraw.runtime.driver import driver
 
-__all__ = ["BUILT_IN", "Choice", "Profile", "profile_for", "profile_path"]
+__all__ = ["BUILT_IN", "DIRECTIONS", "ENGINES", "Choice", "Curve", "Profile", "profile_for", "profile_path"]
+
+_log = logging.getLogger("kvraw")
 
 VERSION = 1
+ENGINES = ("kernel", "copy", "staged")
+DIRECTIONS = ("store", "load")
 Curve = tuple[tuple[int, float], ...]  # (bytes of a run, GB/s), ascending
 
 
@@ -72,18 +78,24 @@ class Profile:
         Raises
         ------
         ValueError
-            It is not one of this version.
+            It is not one of this version, or a figure is missing or makes no sense.
         """
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("version") != VERSION:
-            raise ValueError("not a profile of this version")
+            raise ValueError(f"not a profile of version {VERSION}")
         try:
             curves = {str(k): tuple((int(x), float(y)) for x, y in v) for k, v in data["bandwidth"].items()}
-            profile = Profile(str(data["source"]), curves, {k: float(v) for k, v in data["latency"].items()})
-            for engine in ("kernel", "copy", "staged"):
-                for direction in ("store", "load"):
-                    profile.seconds(engine, direction, 4096, 1)
-        except (KeyError, TypeError, IndexError) as error:
+            latency = {str(k): float(v) for k, v in data["latency"].items()}
+            profile = Profile(str(data["source"]), curves, latency)
+            for engine in ENGINES:
+                if not 0 <= latency[engine] < math.inf:
+                    raise ValueError(f"the latency of {engine} is {latency[engine]}")
+                for direction in DIRECTIONS:
+                    sizes, rates = zip(*curves[f"{engine} {direction}"], strict=True)
+                    rising = all(a < b for a, b in itertools.pairwise(sizes))
+                    if sizes[0] <= 0 or not rising or not all(0 < rate < math.inf for rate in rates):
+                        raise ValueError(f"the curve {engine} {direction} is not one")
+        except (AttributeError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"incomplete profile: {error!r}") from None
         return profile
 
@@ -105,20 +117,30 @@ BUILT_IN = Profile(
 
 def profile_path(device: int) -> Path | None:
     """File of the calibration of a device and driver, in the user's cache directory; None where there is none."""
-    home = os.environ.get("XDG_CACHE_HOME") or (
-        os.path.join(os.environ["HOME"], ".cache") if "HOME" in os.environ else ""
-    )
-    if not home:
+    cache, home = os.environ.get("XDG_CACHE_HOME", ""), os.environ.get("HOME", "")
+    if not os.path.isabs(cache):  # so says the base directory specification
+        cache = os.path.join(home, ".cache") if os.path.isabs(home) else ""
+    if not cache:
         return None
     name = "".join(c if c.isalnum() else "-" for c in driver().device_name(device))
-    return Path(home) / "kvraw" / f"profile-{name}-{driver().version()}.json"
+    return Path(cache) / "kvraw" / f"profile-{name}-{driver().version()}.json"
 
 
 @functools.lru_cache(maxsize=64)
 def profile_for(device: int) -> Profile:
-    """The calibration of a device where there is one, else the built-in figures."""
+    """The calibration of a device where there is one, else the built-in figures; looked up once per process.
+
+    A file that cannot be used is told of in the log.
+    """
     path = profile_path(device)
+    if path is None:
+        return BUILT_IN
     try:
-        return BUILT_IN if path is None else Profile.loads(path.read_text())
-    except (OSError, ValueError):
+        return Profile.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return BUILT_IN
+    except (OSError, ValueError) as error:
+        _log.warning(
+            "%s cannot be used (%s); planning with built-in figures, `kvraw calibrate` replaces it", path, error
+        )
         return BUILT_IN

@@ -32,11 +32,14 @@ ALLOWED = {
 # Who may import these; everybody else may not.
 ONLY_FOR = {
     "kvraw.cli": ("kvraw.cli", "kvraw.__main__"),
+    "kvraw.bench": ("kvraw.bench", "kvraw.cli"),
     "kvraw.adapters": ("kvraw.adapters",),
     "cuda": ("kvraw.runtime.driver",),
     "numba": ("kvraw.engines.cpu_kernels",),
     "llvmlite": ("kvraw.engines.cpu_kernels",),
-    "torch": (),
+    "torch": ("kvraw.bench.matmul",),
+    "matplotlib": ("kvraw.bench.plot",),
+    "rich": ("kvraw.cli",),
 }
 
 

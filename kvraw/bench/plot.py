@@ -1,0 +1,83 @@
+"""A picture: bandwidth over run size, a line per engine, the ceiling, a panel per direction. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["draw", "require_figure", "size_text"]
+
+_TITLES = {"store": "store: device to host", "load": "load: host to device"}
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in the largest unit that leaves a whole number."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def require_figure() -> Any:
+    """Matplotlib's class of figures, which needs no display.
+
+    Raises
+    ------
+    ValueError
+        matplotlib cannot be imported.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"a plot needs matplotlib, which cannot be imported: {error}") from None
+    return Figure
+
+
+def draw(report: dict[str, Any], path: str | Path) -> None:
+    """Draw a report of `kvraw.bench.report.run`.
+
+    Raises
+    ------
+    ValueError
+        matplotlib cannot be imported, or does not know the file's suffix.
+    """
+    Figure = require_figure()  # noqa: N806
+    rows, machine = report["runs"], report["machine"]
+    host = machine["device"] is None
+    figure = Figure(figsize=(11, 4.6), dpi=100, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    labels = list(dict.fromkeys(row["engine"] for row in rows))
+    for panel, (direction, title) in zip(panels, _TITLES.items(), strict=True):
+        ceiling = report["ceilings"][direction]
+        panel.axhline(ceiling, color="0.4", linestyle="--", linewidth=1)
+        panel.annotate(
+            f"one {'memmove' if host else 'large copy by the copy engine'}, {ceiling:.1f} GB/s",
+            (0.02, ceiling),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=8,
+            color="0.3",
+        )
+        for at, label in enumerate(labels):
+            line = [
+                (r["run_bytes"], r["gb_per_s"]) for r in rows if (r["engine"], r["direction"]) == (label, direction)
+            ]
+            # The planner's choice lies on the line of the engine that it takes: draw it wide and behind.
+            style = (
+                {"linewidth": 5, "alpha": 0.3, "zorder": 1} if label == "auto" else {"linewidth": 1.5, "marker": "o"}
+            )
+            panel.plot(*zip(*line, strict=True), label=label, color=f"C{at}", markersize=4, **style)
+        sizes = sorted({r["run_bytes"] for r in rows})
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [size_text(s) for s in sizes], rotation=45, ha="right", fontsize=8)
+        panel.minorticks_off()
+        panel.set_title("copies within host memory" if host and direction == "store" else title, fontsize=10)
+        panel.set_xlabel("contiguous run")
+        panel.grid(alpha=0.3)
+        panel.set_ylim(bottom=0, top=max(ceiling, *(r["gb_per_s"] for r in rows)) * 1.1)
+    panels[0].set_ylabel("GB/s")
+    panels[1].legend(fontsize=8, loc="lower right")
+    mib = report["options"]["mib"]
+    figure.suptitle(f"{machine['name']}: {mib:g} MiB per call, blocks in random order", fontsize=11)
+    figure.savefig(path)
