@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -97,23 +98,23 @@ def one_block(shape: Shape | None, nbytes: int, device: int | None, pace: Pace, 
     return rows
 
 
-def _device_ids(work: Workload, stack: list[kvraw.DeviceBuffer]) -> Any:
-    assert work.stream is not None
-    buffer = kvraw.DeviceBuffer(work.ids.nbytes, work.stream.device)
-    stack.append(buffer)
-    with DeviceScope(buffer.device):
-        driver().memcpy_async(buffer.address, int(work.ids.ctypes.data), work.ids.nbytes, work.stream.handle)
-    work.stream.synchronize()
+class _DeviceIds:
+    """Ids in device memory, as a tensor of any library would show them."""
 
-    class Ids:
-        __cuda_array_interface__ = {  # noqa: RUF012
-            "shape": work.ids.shape,
-            "typestr": "<i8",
-            "data": (buffer.address, False),
-            "version": 3,
-        }
+    dtype = "int64"
 
-    return Ids()
+    def __init__(self, ids: Any, stream: kvraw.Stream) -> None:
+        self._shape = ids.shape
+        self._memory = kvraw.DeviceBuffer(ids.nbytes, stream.device)
+        self.close = self._memory.close
+        with DeviceScope(stream.device):
+            driver().memcpy_async(self._memory.address, int(ids.ctypes.data), ids.nbytes, stream.handle)
+            stream.synchronize()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        data = (self._memory.address, False)
+        return {"shape": self._shape, "typestr": "<i8", "data": data, "version": 3}
 
 
 def bounds_checks(shape: Shape, nbytes: int, device: int | None, pace: Pace, tick: Tick) -> list[Row]:
@@ -122,10 +123,14 @@ def bounds_checks(shape: Shape, nbytes: int, device: int | None, pace: Pace, tic
     fitted = shape.within(nbytes)
     if fitted is None:
         return rows
-    buffers: list[kvraw.DeviceBuffer] = []
-    with Workload(fitted, nbytes, device) as work:
-        for place in ("host",) if device is None else ("host", "device"):
-            ids = work.ids if place == "host" else _device_ids(work, buffers)
+    with ExitStack() as stack:
+        work = stack.enter_context(Workload(fitted, nbytes, device))
+        places: dict[str, Any] = {"host": work.ids}
+        if work.stream is not None:
+            places["device"] = on_device = _DeviceIds(work.ids, work.stream)
+            stack.callback(on_device.close)
+            stack.callback(work.settle)
+        for place, ids in places.items():
             for direction in DIRECTIONS:
                 tick(f"bounds checks, ids on the {place}, {direction}")
                 times: dict[bool, list[float]] = {True: [], False: []}
@@ -145,9 +150,6 @@ def bounds_checks(shape: Shape, nbytes: int, device: int | None, pace: Pace, tic
                         "cost_percent": (on / off - 1) * 100,
                     }
                 )
-        work.settle()
-    for buffer in buffers:
-        buffer.close()
     return rows
 
 
