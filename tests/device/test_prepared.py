@@ -51,16 +51,14 @@ class Rows:
         self.pool.close()
 
 
-@pytest.fixture(params=["cpu", "device"])
+@pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
-    made = Rows(None) if request.param == "cpu" else Rows(request.getfixturevalue("device"))
+    place = {"cpu": None, "emulator": 0, "gpu": 0}[request.param]
+    if place is not None:
+        request.getfixturevalue("gpu" if request.param == "gpu" else "fake")
+    made = Rows(place)
     yield made
     made.close()
-
-
-@pytest.fixture
-def device(request: pytest.FixtureRequest, fake: object) -> int:
-    return 0
 
 
 def expect(rows: Rows, src: list[int], dst: list[int]) -> np.ndarray:
@@ -86,12 +84,12 @@ def test_no_index_and_a_first_item(rows: Rows) -> None:
     np.testing.assert_array_equal(rows.now(), expect(rows, list(range(10, 15)), list(range(10, 15))))
 
 
-def test_indices_on_the_device(fake: object) -> None:
-    rows = Rows(0)
+def test_indices_on_the_device(device: int) -> None:
+    rows = Rows(device)
     src, dst = (4, 60, 0), (1, 0, 49)
     assert rows.stream is not None
-    ids = [device_ids(x, 0, rows.stream) for x in (src, dst)]
-    copy = kvraw.PreparedCopy(PLAN, device=0)(
+    ids = [device_ids(x, device, rows.stream) for x in (src, dst)]
+    copy = kvraw.PreparedCopy(PLAN, device=device)(
         rows.bases, [rows.flat.address], 3, src_index=ids[0], dst_index=ids[1], stream=rows.stream
     )
     with pytest.raises(kvraw.BoundsError, match=r"src_index\[1\] is 60, must be in \[0, 50\)"):
@@ -117,10 +115,10 @@ def test_bad_arguments(rows: Rows, change: dict[str, object], message: str) -> N
     assert (rows.now() == 7).all()
 
 
-def test_engines_and_places_must_fit(fake: object) -> None:
+def test_engines_and_places_must_fit(device: int) -> None:
     with pytest.raises(kvraw.LayoutError, match="engine is 'cpu' with device 0"):
         kvraw.PreparedCopy(PLAN, device=0, engine="cpu")
-    rows = Rows(0)
+    rows = Rows(device)
     array = np.zeros(ROWS * LAYERS * ROW, np.uint8)
     with pytest.raises(kvraw.PlacementError, match=r"dst\[0\] at 0x\w+ is pageable"):
         kvraw.PreparedCopy(PLAN, device=0)(rows.bases, [array.ctypes.data], 1, stream=rows.stream)
