@@ -20,9 +20,9 @@ from kvraw.runtime.inflight import Operation
 __all__ = ["GpuCall", "GpuPlan"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GpuCall:
-    """One call: which items, by which index, to or from where.
+    """One call: which items, by which index, to or from where; not changed once made.
 
     Attributes
     ----------

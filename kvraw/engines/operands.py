@@ -13,9 +13,9 @@ from kvraw.plan import Side
 __all__ = ["Operands", "check_distinct", "check_host_index", "check_table"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Operands:
-    """Base addresses and index of one side, for one call.
+    """Base addresses and index of one side, for one call; not changed once made.
 
     Attributes
     ----------
