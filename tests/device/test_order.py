@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import kvraw
+from kvraw.engines.arena import StagingArena
+from kvraw.engines.device_state import device_state
 from kvraw.layout import Geometry
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -45,6 +47,8 @@ class Race(World):
 @pytest.fixture
 def race(device: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Race]:
     monkeypatch.setenv("KVRAW_STAGING_SLOT", "4K")
+    with DeviceScope(device):
+        monkeypatch.setattr(device_state(device), "arena", StagingArena(device))
     made = Race(device, real="gpu]" in request.node.name or "gpu-" in request.node.name)
     yield made
     made.close()
