@@ -111,7 +111,7 @@ def move_through_host(pages: list[torch.Tensor], source: torch.Tensor, target: t
         for layer in pages:
             layer.fill_(torch.nan)
         kvraw.load(paged, chunks, target.tolist(), stream=stream)
-    return stored.plan.explain()  # closing the pool waited for the copies
+    return stored.explain()  # closing the pool waited for the copies
 
 
 def resume(device: str) -> Outcome:

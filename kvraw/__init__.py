@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvraw.layout import Geometry as Geometry
     from kvraw.plan import CopyPlan as CopyPlan
     from kvraw.plan import Side as Side
+    from kvraw.prepared import Copy as Copy
+    from kvraw.prepared import PreparedCopy as PreparedCopy
     from kvraw.runtime.memory import DeviceBuffer as DeviceBuffer
     from kvraw.runtime.memory import Registration as Registration
     from kvraw.runtime.pool import HostChunk as HostChunk
@@ -52,6 +54,7 @@ _HOMES = {
     "kvraw.errors": _ERRORS,
     "kvraw.layout": "Geometry",
     "kvraw.plan": "CopyPlan Side",
+    "kvraw.prepared": "Copy PreparedCopy",
     "kvraw.runtime.memory": "DeviceBuffer Registration",
     "kvraw.runtime.pool": "HostChunk HostPool",
     "kvraw.runtime.stream": "Stream",

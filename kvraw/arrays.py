@@ -176,9 +176,9 @@ def pointer_vector(name: str, values: Any) -> U64:
     return np.ascontiguousarray(array.astype(np.uint64))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class IndexVector:
-    """Block ids or slots.
+    """Block ids or slots; not changed once made (frozen would cost a microsecond per call).
 
     Attributes
     ----------

@@ -129,6 +129,15 @@ class CopyPlan:
     ------
     LayoutError
         A count or the run is not positive.
+
+    Attributes
+    ----------
+    dims, run_bytes : tuple of Dim, int
+        The inner dimensions and the run after folding, innermost first.
+    src_flat, dst_flat : Side
+        The sides, without a page split that changes nothing.
+    runs_per_item, item_bytes : int
+        Runs and bytes that one item moves, after folding.
     """
 
     src: Side
@@ -143,6 +152,8 @@ class CopyPlan:
     src_flat: Side = field(init=False)
     dst_flat: Side = field(init=False)
     stride_alignment: int = field(init=False)
+    runs_per_item: int = field(init=False)
+    item_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in ("layers", "planes", "tokens", "heads", "run")}
@@ -163,18 +174,10 @@ class CopyPlan:
             "src_flat": src,
             "dst_flat": dst,
             "stride_alignment": gcd(run, *strides),
+            "runs_per_item": prod(d.size for d in folded),
+            "item_bytes": prod(d.size for d in folded) * run,
         }.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def runs_per_item(self) -> int:
-        """Runs that one item moves, after folding."""
-        return prod(d.size for d in self.dims)
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes that one item moves."""
-        return self.runs_per_item * self.run_bytes
 
     def width(self, *addresses: int) -> int:
         """Widest access in bytes (16, 8, 4, 2 or 1) that the strides, the run and these addresses allow."""

@@ -67,8 +67,10 @@ class Transfer:
 
     def wait_on(self, stream: Any) -> None:
         """Make a stream of the same device wait until the copy is over."""
-        if self._completion is not None:
-            self._completion.wait_on(stream_handle(stream))
+        device = self.plan.cache.device
+        if self._completion is not None and device is not None:
+            with DeviceScope(device):
+                self._completion.wait_on(stream_handle(stream))
 
     def explain(self) -> str:
         """What carries the copy out and why."""

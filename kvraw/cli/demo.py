@@ -78,7 +78,7 @@ def _choose(engine: str | None, device: int | None) -> tuple[int | None, str]:
     try:
         found = driver()
     except (DriverNotFoundError, UnsupportedDriverError) as error:
-        if named == "kernel" or device is not None:
+        if named in ("kernel", "copy", "staged") or device is not None:
             raise
         return None, f"in host memory, on the CPU engine, because no GPU can be used here: {error}"
     device = device or 0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvraw import __version__
+from kvraw import __version__, config
 from kvraw.cli.models import MODELS
 from kvraw.errors import KvrawError
 
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="store a model's KV-cache blocks, wipe them, load them, compare every byte")
     demo.add_argument("--model", choices=list(MODELS), default="llama-3.1-8b", help="default: %(default)s")
     demo.add_argument("--mib", type=_positive, default=128, help="MiB to move each way (default: %(default)s)")
-    engines = ["auto", "kernel", "cpu", "reference"]
+    engines = list(config.ENGINES)
     demo.add_argument("--engine", choices=engines, help="default: KVRAW_ENGINE, else auto")
     demo.add_argument("--device", type=_natural, help="the GPU that holds the cache (default: 0, where there is one)")
     demo.add_argument("--seed", type=_natural, default=0, help="of the cache's bytes and the block ids (default: 0)")

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvraw.arrays import U64, IndexVector
 from kvraw.engines import copy_engine
+from kvraw.engines.arena import StagingRing
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.kernel import KernelPlan
 from kvraw.engines.operands import Operands
@@ -20,9 +21,9 @@ from kvraw.runtime.inflight import Operation
 __all__ = ["GpuCall", "GpuPlan"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GpuCall:
-    """One call: which items, by which index, to or from where.
+    """One call: which items, by which index, to or from where; not changed once made.
 
     Attributes
     ----------
@@ -139,6 +140,11 @@ class GpuPlan:
         whole = self._whole_chunks(call)
         if not whole[1]:
             barred.setdefault("staged", "no chunk is covered whole")
+        if whole[1] and "staged" not in barred:
+            try:
+                self._stage(state)
+            except PlacementError as error:
+                barred["staged"] = str(error)
         if self.ctas == 0:
             barred["kernel"] = barred["staged"] = "ctas=0 allows no kernel"
         named = "copy" if self.engine == "auto" and self.ctas == 0 else self.engine
@@ -173,14 +179,19 @@ class GpuPlan:
             self._enqueue_staged(state, operation, call)
         return choice
 
+    def _stage(self, state: DeviceState) -> tuple[StagedPlan, StagingRing]:
+        """The staged plan and the ring of its direction; an error where a row does not fit a slot."""
+        ring = state.arena.ring(self.direction)
+        if self._staged is None:
+            self._staged = StagedPlan(self.plan, self.store, self._bases, self._chunk_bytes, ring.nbytes, self.ctas)
+        return self._staged, ring
+
     def _enqueue_staged(self, state: DeviceState, operation: Operation, call: GpuCall) -> None:
         chunk, chunks = self._whole_chunks(call)
         end = call.first + call.count
         if chunks:
-            ring = state.arena.ring(self.direction)
-            if self._staged is None:
-                self._staged = StagedPlan(self.plan, self.store, self._bases, self._chunk_bytes, ring.nbytes, self.ctas)
-            self._staged.enqueue(state, ring, operation, call.index, call.host_chunks, chunk, chunks)
+            staged, ring = self._stage(state)
+            staged.enqueue(state, ring, operation, call.index, call.host_chunks, chunk, chunks)
         # What is not a whole chunk: the ends, by the kernel, straight to or from the chunks.
         inner = (chunk * self._per_chunk, (chunk + chunks) * self._per_chunk) if chunks else (end, end)
         src, dst = self._sides(call.index, call.chunks)

@@ -10,12 +10,12 @@ from kvraw.arrays import I64, U64, IndexVector
 from kvraw.errors import BoundsError
 from kvraw.plan import Side
 
-__all__ = ["Operands", "check_distinct", "check_host_index"]
+__all__ = ["Operands", "check_distinct", "check_host_index", "check_table"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Operands:
-    """Base addresses and index of one side, for one call.
+    """Base addresses and index of one side, for one call; not changed once made.
 
     Attributes
     ----------
@@ -67,3 +67,16 @@ def check_distinct(name: str, index: I64, first: int) -> None:
         values = used[1:][twice & (used[1:] >= 0)]
         if values.size:
             raise BoundsError(f"{name} has {values[0]} more than once; a load writes each once")
+
+
+def check_table(name: str, bases: U64, side: Side, end: int) -> None:
+    """Check that the table holds every base that items below `end` reach.
+
+    Raises
+    ------
+    BoundsError
+        The table is too short; names both lengths.
+    """
+    need = -(-end // side.page) * side.table_outer if side.table_outer else side.entries
+    if len(bases) < need:
+        raise BoundsError(f"{name} has {len(bases)} base addresses, must have at least {need}")

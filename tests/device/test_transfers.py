@@ -53,7 +53,7 @@ def test_an_error_nobody_waits_for_is_logged(world: World, caplog: pytest.LogCap
     kvraw.store(world.cache, world.chunks, ids, stream=world.stream)
     world.stream.synchronize()
     with caplog.at_level(logging.ERROR, "kvraw"):
-        for _ in range(8):
+        for _ in range(20):
             kvraw.store(world.cache, world.chunks, [1], stream=world.stream).wait()
     assert any("block_ids[0] is 99" in r.getMessage() for r in caplog.records)
 

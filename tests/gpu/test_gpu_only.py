@@ -102,3 +102,37 @@ assert pool.info()["pinned"] is False
     if "DriverNotFoundError" in done.stderr and os.environ.get("KVRAW_REQUIRE_GPU") != "1":
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["store", "load"])
+def test_a_captured_graph_is_replayed_with_new_ids(gpu: int, verb: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no device")
+    paged = [torch.randint(0, 99, (2, 40, 16, 4, 64), device="cuda", dtype=torch.int16) for _ in range(3)]
+    cache = kvraw.PagedCache.from_tensors(paged, kv_layout="NHD")
+    with kvraw.HostPool(4 << 20, device=0) as pool:
+        chunks = pool.chunks(2, cache.chunk_bytes(32))
+        ids = torch.tensor([1, 2, 3, 4], device="cuda")
+        call = getattr(kvraw, verb)
+        call(cache, chunks, ids, stream=torch.cuda.current_stream()).wait()  # compiles the kernel before the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            transfer = call(cache, chunks, ids, stream=torch.cuda.current_stream())
+        for new in ([7, 0, 39, 12], [20, 21, 5, 3]):
+            for c in chunks:
+                c.numpy()[:] = np.random.default_rng(new[0]).integers(0, 255, c.nbytes, dtype=np.uint8)
+            ids.copy_(torch.tensor(new))
+            graph.replay()
+            torch.cuda.synchronize()
+            transfer.wait()
+            rows = np.concatenate([c.numpy(np.int16).reshape(2, 3, 2, 16, 4, 64) for c in chunks], axis=2)
+            got = torch.stack([p[:, new] for p in paged], 1).cpu().numpy()
+            np.testing.assert_array_equal(rows, got)
+        ids.copy_(torch.tensor([1, 40, 2, 3]))
+        graph.replay()
+        torch.cuda.synchronize()
+        with pytest.raises(kvraw.BoundsError, match=r"block_ids\[1\] is 40"):
+            transfer.wait()
+        transfer.wait()
+        del graph, transfer

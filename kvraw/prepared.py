@@ -1,0 +1,206 @@
+"""Any copy plan, with addresses and indices given at each call: the level below caches and chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvraw import config
+from kvraw.arrays import ASK_DRIVER, U64, IndexVector, index_vector, pointer_vector
+from kvraw.cache import require_host
+from kvraw.engines import copy_engine, cpu, reference
+from kvraw.engines.device_state import device_state
+from kvraw.engines.kernel import KernelPlan
+from kvraw.engines.operands import Operands, check_host_index, check_table
+from kvraw.engines.planner import profile_for
+from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.plan import CopyPlan, Side
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
+from kvraw.runtime.inflight import Completion
+from kvraw.runtime.memory import locate
+from kvraw.runtime.stream import stream_handle
+
+__all__ = ["Copy", "PreparedCopy"]
+
+_ENGINES = ("auto", "kernel", "copy", "cpu", "reference")
+
+
+class Copy:
+    """A copy that was enqueued (GPU) or is done (CPU)."""
+
+    __slots__ = ("_completion", "engine")
+
+    def __init__(self, completion: Completion | None, engine: str) -> None:
+        self._completion, self.engine = completion, engine
+
+    def done(self) -> bool:
+        """Whether the copy is over; never waits."""
+        return self._completion is None or self._completion.done()
+
+    def wait(self) -> None:
+        """Wait on the host until the copy is over; raises `BoundsError` where the kernel met a bad index."""
+        if self._completion is not None:
+            self._completion.wait()
+            if self._completion.error is not None:
+                raise self._completion.error
+
+
+class PreparedCopy:
+    """A copy plan made ready: call it with base addresses, indices and a count.
+
+    Parameters
+    ----------
+    plan : CopyPlan
+        Two sides, the counts and the run.
+    device : int, optional
+        The GPU that carries it out; None: the CPU, over host memory.
+    engine : str
+        "auto", "kernel" or "copy" on a GPU; "auto", "cpu" or "reference" on the CPU.
+    ctas : int, optional
+        Most thread blocks of the kernel.
+    check : bool
+        Check indices against the sides' limits, on the host where they are there, else in the kernel.
+    names : tuple of str
+        What errors call the source and the destination.
+    """
+
+    def __init__(
+        self,
+        plan: CopyPlan,
+        *,
+        device: int | None,
+        engine: str = "auto",
+        ctas: int | None = None,
+        check: bool = True,
+        names: tuple[str, str] = ("src", "dst"),
+    ) -> None:
+        if engine == "auto":
+            engine = config.ENGINE.get()
+        if engine not in _ENGINES or (engine != "auto" and (engine in ("kernel", "copy")) != (device is not None)):
+            raise LayoutError(
+                f"engine is {engine!r} with device {device}; must be one of {', '.join(_ENGINES)} and fit it"
+            )
+        self.plan, self.device, self.check, self.names = plan, device, check, names
+        self._engine = engine
+        self._kernel = KernelPlan(plan, ctas=ctas, check=check, names=(f"{names[0]}_index", f"{names[1]}_index"))
+        self._cpu = cpu.CpuPlan(plan) if device is None and engine != "reference" else None
+
+    def __call__(
+        self,
+        src: Any,
+        dst: Any,
+        count: int,
+        *,
+        src_index: Any = None,
+        dst_index: Any = None,
+        first: int = 0,
+        stream: Any = None,
+        refs: object = None,
+    ) -> Copy:
+        """Copy items `first` to `first + count`; on a GPU, enqueue the copy on `stream`.
+
+        Parameters
+        ----------
+        src, dst : sequence of int
+            Base addresses of each side, as the host knows them. What they reach is the caller's to keep, and to bound.
+        count, first : int
+            Items.
+        src_index, dst_index : object, optional
+            Index of each item, at least `first + count` values; None: the item itself.
+        stream : object
+            As for `kvraw.store`; a GPU needs one.
+        refs : object
+            Kept alive until the copy is over.
+
+        Raises
+        ------
+        BoundsError
+            A table or an index vector is too short, or an index out of bounds; nothing is moved.
+        PlacementError
+            A base or an index lies where the engine cannot reach it.
+        """
+        if count < 0 or first < 0:
+            raise BoundsError(f"count is {count}, first {first}: must be >= 0")
+        sides = (self.plan.src, self.plan.dst)
+        bases = [pointer_vector(n, b) for n, b in zip(self.names, (src, dst), strict=True)]
+        index = [
+            self._index(f"{n}_index", i, side, first, count)
+            for n, i, side in zip(self.names, (src_index, dst_index), sides, strict=True)
+        ]
+        for name, table, side in zip(self.names, bases, sides, strict=True):
+            check_table(name, table, side, first + count)
+        if self.device is None:
+            return self._on_host(bases, index, first, count)
+        handle = stream_handle(stream)
+        if not count:
+            return Copy(None, "none")
+        with DeviceScope(self.device):
+            seen = [self._on_device(n, b) for n, b in zip(self.names, bases, strict=True)]
+            host_ids = all(i is None or i.host is not None for i in index)
+            link = any(s[1] for s in seen)
+            capturing = driver().stream_capturing(handle)
+            engine = self._choose(link, host_ids, capturing, count)
+            state = device_state(self.device)
+            operation = state.books.begin(handle, captured=capturing)
+            try:
+                if engine == "copy":
+                    ends = [Operands(b, i) for b, i in zip(bases, index, strict=True)]
+                    operation.enqueued.append(handle)
+                    found = copy_engine.merge(copy_engine.describe(self.plan, ends[0], ends[1], first, count))
+                    copy_engine.enqueue(found, handle, capturing=capturing)
+                else:
+                    ends = [Operands(s[0], i) for s, i in zip(seen, index, strict=True)]
+                    self._kernel.enqueue(state, operation, ends[0], ends[1], first, count, link=link)
+            except BaseException:
+                operation.abort()
+                raise
+            return Copy(operation.commit((refs, src, dst, src_index, dst_index)), engine)
+
+    def _index(self, name: str, values: Any, side: Side, first: int, count: int) -> IndexVector | None:
+        if values is None:
+            return None
+        index = values if isinstance(values, IndexVector) else index_vector(name, values)
+        if index.count < first + count:
+            raise BoundsError(f"{name} has {index.count} values, must have at least {first + count}")
+        if index.device not in (None, ASK_DRIVER, self.device):
+            raise PlacementError(f"{name} lies on device {index.device}, must lie on {self.device} or the host")
+        if index.host is not None and self.check:
+            check_host_index(name, index.host[: first + count], side, first)
+        return index
+
+    def _on_host(self, bases: list[U64], index: list[IndexVector | None], first: int, count: int) -> Copy:
+        for name, table, ids in zip(self.names, bases, index, strict=True):
+            require_host(name, table, 1)
+            if ids is not None and ids.host is None:
+                raise PlacementError(f"{name}_index lies on a device; the CPU engine takes it on the host")
+        ends = [Operands(b, i) for b, i in zip(bases, index, strict=True)]
+        if count and self._cpu is not None:
+            self._cpu.copy(ends[0], ends[1], first, count)
+        elif count:
+            reference.copy(self.plan, ends[0], ends[1], first, count)
+        return Copy(None, "cpu" if self._cpu is not None else "reference")
+
+    def _on_device(self, name: str, bases: U64) -> tuple[U64, bool]:
+        """Addresses as the device sees them, and whether host memory is among them."""
+        seen, link = bases.copy(), False
+        for at, address in enumerate(bases.tolist()):
+            where = locate(address, 1)
+            if not where.device_address:
+                raise PlacementError(
+                    f"{name}[{at}] at {address:#x} is pageable host memory; the GPU takes pinned, host-registered or "
+                    f"device memory"
+                )
+            seen[at], link = where.device_address, link or where.device is None
+        return seen, link
+
+    def _choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
+        if self._engine == "copy" and not host_ids:
+            raise PlacementError("engine is 'copy', but an index lies on a device")
+        if self._engine != "auto":
+            return self._engine
+        if not link or not host_ids or capturing:
+            return "kernel"
+        assert self.device is not None
+        profile, nbytes, run = profile_for(self.device), count * self.plan.item_bytes, self.plan.run_bytes
+        slow = {e: max(profile.seconds(e, d, run, nbytes) for d in ("store", "load")) for e in ("kernel", "copy")}
+        return min(slow, key=slow.__getitem__)

@@ -1,0 +1,138 @@
+"""Descriptors of the copy engine: the same bytes as the formula, joined and cut without changing them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvraw
+from kvraw.arrays import IndexVector
+from kvraw.engines import copy_engine, reference
+from kvraw.engines.copy_engine import Descriptors
+from kvraw.engines.operands import Operands
+from kvraw.layout import Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
+from tests.emulator.fake_driver import FakeDriver
+from tests.helpers.world import World
+
+
+def pairs(d: Descriptors) -> set[tuple[int, int]]:
+    """Every (destination, source) byte."""
+    out: set[tuple[int, int]] = set()
+    for to, at, n in zip(d.dst.tolist(), d.src.tolist(), d.sizes.tolist(), strict=True):
+        both = list(zip(range(to, to + n), range(at, at + n), strict=True))
+        assert not out.intersection(both)
+        out.update(both)
+    return out
+
+
+@given(
+    format=st.sampled_from([0, 1, 2, 4, 6, 7, 9, 13, 16]),
+    by=st.sampled_from(["block", "slot"]),
+    layout=st.sampled_from(["2LTD", "T2D", "L2TD"]),
+    ids=st.lists(st.integers(-1, 5), max_size=6),
+    first=st.integers(0, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_describe_is_the_formula(format: int, by: str, layout: str, ids: list[int], first: int) -> None:
+    row = find_format(format)
+    geometry = Geometry(2, 6, 2, 2, 3, 1, planes=row.planes)
+    paged = kvraw.PagedCache.from_pointers(
+        [(k + 1) << 32 for k in range(64)][: kvraw_pointers(row, geometry)], format, geometry
+    )
+    side, flat = paged.layout.side(by), chunk_side(find_chunk_layout(layout), geometry, 4, by)
+    plan = copy_plan(geometry, side, flat, by)
+    values = np.array(ids if by == "slot" else [abs(i) for i in ids], np.int64)
+    first = min(first, len(values))
+    src = Operands(paged.bases, IndexVector(values, 0, len(values)))
+    dst = Operands(np.array([(k + 1) << 44 for k in range(8)], np.uint64))
+    got = copy_engine.describe(plan, src, dst, first, len(values) - first)
+    source, target = reference.enumerate_runs(plan, src, dst, first, len(values) - first)
+    want = Descriptors(target, source, np.full(len(source), plan.run, np.uint64))
+    if len(set(values.tolist())) == len(values):
+        assert pairs(got) == pairs(want) == pairs(copy_engine.merge(got))
+    assert len(copy_engine.merge(got)) <= len(got)
+
+
+def kvraw_pointers(row: object, geometry: Geometry) -> int:
+    from kvraw.layout import CacheLayout
+
+    return CacheLayout(row, geometry).pointers  # type: ignore[arg-type]
+
+
+def of(*rows: tuple[int, int, int]) -> Descriptors:
+    return Descriptors(*(np.array(c, np.uint64) for c in zip(*rows, strict=True)))
+
+
+def test_merge_joins_both_ways() -> None:
+    up, down = [(100 + k * 8, 500 + k * 8, 8) for k in range(5)], [(900 - k * 8, 700 - k * 8, 8) for k in range(4)]
+    apart = [(0, 40, 8), (8, 32, 8), (2000, 3000, 4), (2004, 3004, 6)]
+    merged = copy_engine.merge(of(*up, *down, *apart))
+    assert list(zip(merged.dst.tolist(), merged.src.tolist(), merged.sizes.tolist(), strict=True)) == [
+        (100, 500, 40),
+        (876, 676, 32),
+        (0, 40, 8),
+        (8, 32, 8),
+        (2000, 3000, 10),
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 300), st.integers(1, 90)), min_size=1, max_size=8),
+    st.lists(st.integers(1, 600), max_size=6),
+)
+@settings(max_examples=200)
+def test_split_cuts_at_every_edge_and_nowhere_else(rows: list[tuple[int, int, int]], cuts: list[int]) -> None:
+    to = 1000
+    placed = []
+    for gap, at, n in rows:
+        to += gap
+        placed.append((to, at, n))
+        to += n
+    d, edges = of(*placed), np.unique(np.array([*cuts, *[c + 1000 for c in cuts]], np.uint64))
+    parts = copy_engine.split(d, edges)
+    assert pairs(parts) == pairs(d)
+    for to, at, n in zip(parts.dst.tolist(), parts.src.tolist(), parts.sizes.tolist(), strict=True):
+        assert n > 0
+        assert not any(x < e < x + n for e in edges.tolist() for x in (to, at))
+    starts = {int(e) for e in edges}
+    originals = {(a, b) for a, b, _ in placed}
+    for to, at in zip(parts.dst.tolist(), parts.src.tolist(), strict=True):
+        assert (to, at) in originals or to in starts or at in starts
+
+
+@pytest.mark.parametrize("how", ["old driver", "capture", "legacy stream"])
+def test_without_the_batch_call(how: str, fake: FakeDriver) -> None:
+    world = World(0)
+    stream: object = world.stream
+    if how == "old driver":
+        fake._version = 12000
+    ids = [1, 3, 5, 7, 30, 2]
+    if how == "capture":
+        fake.capture(world.stream.handle, True)
+    if how == "legacy stream":
+        stream = 0
+    kvraw.store(world.cache, world.chunks, ids, stream=stream, engine="copy")
+    fake.capture(world.stream.handle, False)
+    fake.stream_synchronize(world.stream.handle)
+    fake.stream_synchronize(0)
+    assert fake.calls["memcpy_batch_async"] == 0
+    assert fake.calls["memcpy_2d_async"] > 0
+    rows = np.concatenate([world.chunk(at) for at in range(2)], axis=2)[:, :, :6]
+    np.testing.assert_array_equal(rows, world.paged[:, :, ids].transpose(1, 0, 2, 3, 4, 5))
+    world.close()
+
+
+def test_neighbours_go_as_one(fake: FakeDriver) -> None:
+    world = World(0)
+    kvraw.store(world.cache, world.chunks, [8, 9, 10, 11], stream=world.stream, engine="copy").wait()
+    np.testing.assert_array_equal(world.chunk(0), world.paged[:, :, 8:12].transpose(1, 0, 2, 3, 4, 5))
+    source, sizes = copy_engine.describe, []
+    assert source is not None
+    plan = kvraw.TransferPlan(world.cache, "store", chunk_tokens=16).plan
+    ends = Operands(world.cache.bases, IndexVector(np.arange(8, 12), 0, 4)), Operands(np.array([1 << 20], np.uint64))
+    merged = copy_engine.merge(copy_engine.describe(plan, *ends, 0, 4))
+    sizes = merged.sizes.tolist()
+    assert sizes == [4 * plan.run_bytes] * plan.runs_per_item
+    world.close()
