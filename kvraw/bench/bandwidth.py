@@ -20,6 +20,7 @@ Tick = Callable[[str], None]
 
 MOST_DESCRIPTORS = 16384  # of one call of the copy engine: beyond it costs the same per descriptor, and takes long
 
+DEVICE_CHUNKS = 4
 SMALLEST_CALL = 256 << 10  # bytes, of `over_bytes`
 
 
@@ -97,6 +98,8 @@ def over_bytes(shape: Shape, nbytes: int, device: int | None, pace: Pace, tick: 
             tick(f"bytes per call, {direction}")
             for count in counts:
                 for engine in engines:
+                    if engine.name == "copy" and count * fitted.plan().runs_per_item > MOST_DESCRIPTORS:
+                        continue
                     call = work.call(work.plan(direction, engine), count)
                     seconds = host_seconds(lambda c=call: c().wait(), work.settle, pace, most=30)  # type: ignore[misc]
                     chosen = call().engine
@@ -127,7 +130,8 @@ def both_at_once(shape: Shape, nbytes: int, device: int, ceilings: Ceilings, pac
     with Workload(fitted, nbytes, device) as down, Workload(fitted, nbytes, device) as up, DeviceScope(device):
         assert down.stream is not None
         assert up.stream is not None
-        for engine in (Engine("kernel", 16), Engine("staged"), Engine("auto")):
+        few = len(down.ids) * fitted.plan().runs_per_item <= MOST_DESCRIPTORS
+        for engine in (Engine("kernel", 16), *([Engine("copy")] if few else []), Engine("staged"), Engine("auto")):
             tick(f"both directions at once, {engine.label}")
             store, load = down.call(down.plan("store", engine)), up.call(up.plan("load", engine))
             seconds = stream_seconds(lambda s=store, t=load: (s(), t()), down.stream.handle, pace, up.stream.handle)  # type: ignore[misc]
@@ -150,7 +154,9 @@ def device_copies(
     """Gather and scatter between device memory, beside one device-to-device copy."""
     rows = []
     for shape in shapes:
-        fitted = shape.within(nbytes)
+        # Few chunks, because the host asks the driver about each: the copy is to be measured, not that.
+        longer = max(1, nbytes // DEVICE_CHUNKS // shape.chunk_bytes)
+        fitted = replace(shape, chunk_tokens=shape.chunk_tokens * longer).within(nbytes)
         if fitted is None:
             continue
         with Workload(fitted, nbytes, device, chunks_on_device=True) as work:

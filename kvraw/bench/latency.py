@@ -14,11 +14,14 @@ import numpy as np
 import kvraw
 from kvraw.bench.shapes import BLOCKS, Shape
 from kvraw.bench.workload import CPU, DIRECTIONS, Engine, Workload
+from kvraw.engines import kernel_args as ka
+from kvraw.engines.kernel import copy_kernel
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
+from kvraw.runtime.module import ArgumentBlock
 from kvraw.runtime.timing import Pace, host_seconds
 
-__all__ = ["batch_descriptors", "bounds_checks", "host_times", "one_block"]
+__all__ = ["batch_descriptors", "bounds_checks", "driver_calls", "host_times", "one_block"]
 
 Row = dict[str, Any]
 Tick = Callable[[str], None]
@@ -150,6 +153,35 @@ def bounds_checks(shape: Shape, nbytes: int, device: int | None, pace: Pace, tic
                         "cost_percent": (on / off - 1) * 100,
                     }
                 )
+    return rows
+
+
+def driver_calls(device: int, pace: Pace, tick: Tick) -> list[Row]:
+    """Host time of the driver calls that a transfer makes, each alone: no call can take less than its own."""
+    tick("driver calls")
+    d = driver()
+    with DeviceScope(device), kvraw.Stream(device) as stream, kvraw.DeviceBuffer(4096, device) as memory:
+        event, other = d.event_create(), d.event_create()
+        d.event_record(event, stream.handle)
+        stream.synchronize()
+        block, kernel = ArgumentBlock(ka.ARGS), copy_kernel(16)  # no segments: the kernel does nothing
+        calls: dict[str, Callable[[], object]] = {
+            "nothing, in Python": lambda: None,
+            "cuCtxGetCurrent": d.context_current,
+            "cuStreamIsCapturing": lambda: d.stream_capturing(stream.handle),
+            "cuEventQuery": lambda: d.event_done(event),
+            "cuEventRecord": lambda: d.event_record(other, stream.handle),
+            "cuStreamWaitEvent": lambda: d.stream_wait_event(stream.handle, event),
+            "cuMemcpyAsync": lambda: d.memcpy_async(memory.address, memory.address + 2048, 2048, stream.handle),
+            "cuLaunchKernel": lambda: kernel.launch(1, 32, stream.handle, block),
+        }
+        rows = [
+            {"call": name, "microseconds": host_seconds(call, stream.synchronize, pace) * 1e6}
+            for name, call in calls.items()
+        ]
+        stream.synchronize()
+        for one in (event, other):
+            d.event_destroy(one)
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,15 +15,19 @@ from kvraw.bench.shapes import BLOCKS, DEVICE_SHAPES, SHAPES, Shape
 from kvraw.bench.sustained import sustain
 from kvraw.engines import cpu
 from kvraw.engines.planner import profile_for
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.timing import QUICK, Pace
 
 __all__ = ["PARTS", "Options", "run"]
 
-PARTS = ("runs", "neighbours", "bytes", "both", "device", "host", "latency", "checks", "batch", "cold", "sustained")
-_GPU_ONLY = {"neighbours", "both", "device", "batch"}
+PARTS = (
+    *("runs", "neighbours", "bytes", "both", "device", "host", "driver", "latency", "checks", "batch", "cold"),
+    "sustained",
+)
+_GPU_ONLY = {"neighbours", "both", "device", "driver", "batch"}
 CEILING_BYTES = 512 << 20  # of the large copies; never more than eight times what a call moves
-DEVICE_BYTES = 512 << 20  # between device memory: several times the L2 cache
+DEVICE_BYTES = 1 << 30  # between device memory: several times the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +87,21 @@ def run(options: Options, model: Shape | None, tick: Callable[[str], None]) -> d
     device, pace = options.device, QUICK if options.quick else Pace()
     nbytes = max(1, int(options.mib * (1 << 20)))
     shapes = [model] if model else [s for run, s in SHAPES.items() if not options.runs or run in options.runs]
-    blocks = model or BLOCKS
+    # A serving engine's thread has its context current; so has this one.
+    with ExitStack() as stack:
+        if device is not None:
+            stack.enter_context(DeviceScope(device))
+        return _run(options, model, shapes, nbytes, pace, tick)
+
+
+def _run(
+    options: Options, model: Shape | None, shapes: Sequence[Shape], nbytes: int, pace: Pace, tick: Callable[[str], None]
+) -> dict[str, Any]:
+    device, blocks = options.device, model or BLOCKS
     small = [model] if model else [SHAPES[256], BLOCKS]
     tick("ceilings")
     top = ceilings.measure(device, min(CEILING_BYTES, 8 * nbytes), pace)
-    between = min(max(nbytes, DEVICE_BYTES), 8 * nbytes)
+    between = min(max(nbytes, DEVICE_BYTES), 16 * nbytes)
     parts: dict[str, Callable[[], Any]] = {
         "runs": lambda: bandwidth.over_runs(shapes, nbytes, device, top, pace, tick),
         "neighbours": lambda: bandwidth.neighbours(blocks, nbytes, device or 0, top, pace, tick),
@@ -96,6 +111,7 @@ def run(options: Options, model: Shape | None, tick: Callable[[str], None]) -> d
             [model] if model else DEVICE_SHAPES, between, device or 0, top, pace, tick
         ),
         "host": lambda: latency.host_times(nbytes, device, pace, tick),
+        "driver": lambda: latency.driver_calls(device or 0, pace, tick),
         "latency": lambda: latency.one_block(model, nbytes, device, pace, tick),
         "checks": lambda: latency.bounds_checks(blocks, nbytes, device, pace, tick),
         "batch": lambda: latency.batch_descriptors(device or 0, pace, tick),

@@ -60,7 +60,8 @@ def fill_device(memory: kvraw.DeviceBuffer, stream: kvraw.Stream) -> None:
     with DeviceScope(memory.device):
         for at in range(0, memory.nbytes, len(part)):
             size = min(len(part), memory.nbytes - at)
-            driver().memcpy_async(memory.address + at, int(part.ctypes.data), size, stream.handle)
+            source = memory.address if at else int(part.ctypes.data)
+            driver().memcpy_async(memory.address + at, source, size, stream.handle)
         stream.synchronize()
 
 

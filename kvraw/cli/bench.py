@@ -128,6 +128,9 @@ def _times(report: dict[str, Any]) -> Rows:
         text = f"{r['microseconds']:.1f} us again, {r['first_microseconds']:.0f} us first"
         shape = f"{r['chunks']} chunks, {r['blocks']} blocks, {r['layers']} layers"
         out.append((f"host {r['direction']}", f"{r['engine']}: {text}; {shape}"))
+    if report["driver"]:
+        calls = ", ".join(f"{r['call']} {r['microseconds']:.1f}" for r in report["driver"])
+        out.append(("driver calls", f"us on the host: {calls}"))
     for r in report["latency"] or ():
         text = f"{r['engine']} {r['microseconds']:.1f} us from call to done, {size_text(r['bytes'])}, {r['runs']} runs"
         out.append((f"1 block {r['direction']}", text))

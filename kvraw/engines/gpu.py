@@ -12,7 +12,7 @@ from kvraw.engines.arena import StagingRing
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.kernel import KernelPlan
 from kvraw.engines.operands import Operands
-from kvraw.engines.planner import Choice, profile_for
+from kvraw.engines.planner import Choice, best, profile_for
 from kvraw.engines.staged import StagedPlan
 from kvraw.errors import PlacementError
 from kvraw.plan import CopyPlan
@@ -153,11 +153,12 @@ class GpuPlan:
             if named in barred and not soft and not (named == "staged" and not whole[1]):
                 raise PlacementError(f"engine is {named!r}, but {barred[named]}")
             return Choice(named, "asked for", seconds[named] * 1e6)
-        best = min((e for e in seconds if e not in barred), key=seconds.__getitem__)
+        found = best({e: s for e, s in seconds.items() if e not in barred})
         others = [
-            f"{e} {barred[e]}" if e in barred else f"{e} {s * 1e6:.0f} us" for e, s in seconds.items() if e != best
+            f"{e} {barred[e]}" if e in barred else f"{e} {s * 1e6:.0f} us" for e, s in seconds.items() if e != found
         ]
-        return Choice(best, f"the fastest by the model ({profile.source}); {'; '.join(others)}", seconds[best] * 1e6)
+        why = "the fastest by the model, a kernel only by a margin"
+        return Choice(found, f"{why} ({profile.source}); {'; '.join(others)}", seconds[found] * 1e6)
 
     def _whole_chunks(self, call: GpuCall) -> tuple[int, int]:
         """First chunk that is covered whole, and how many are."""

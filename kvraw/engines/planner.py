@@ -15,13 +15,27 @@ from pathlib import Path
 
 from kvraw.runtime.driver import driver
 
-__all__ = ["BUILT_IN", "DIRECTIONS", "ENGINES", "Choice", "Curve", "Profile", "profile_for", "profile_path"]
+__all__ = [
+    "BUILT_IN",
+    "DIRECTIONS",
+    "ENGINES",
+    "KERNEL_MARGIN",
+    "Choice",
+    "Curve",
+    "Profile",
+    "best",
+    "profile_for",
+    "profile_path",
+]
 
 _log = logging.getLogger("kvraw")
 
 VERSION = 1
 ENGINES = ("kernel", "copy", "staged")
 DIRECTIONS = ("store", "load")
+# A kernel is taken only where it is faster by more than this: beside a matrix product it waits for multiprocessors and
+# takes them from it, while the other engines hardly do (benchmarks/README.md).
+KERNEL_MARGIN = 1.05
 Curve = tuple[tuple[int, float], ...]  # (bytes of a run, GB/s), ascending
 
 
@@ -104,15 +118,20 @@ class Profile:
 BUILT_IN = Profile(
     source="built in: H200, PCIe 5 x16",
     bandwidth={
-        "kernel store": ((16, 12.0), (128, 52.0), (1 << 20, 52.3)),
-        "kernel load": ((16, 10.0), (128, 50.7), (1 << 20, 51.1)),
-        "staged store": ((16, 30.0), (128, 54.6), (1 << 20, 54.7)),
-        "staged load": ((16, 30.0), (128, 54.7), (1 << 20, 54.8)),
-        "copy store": ((2048, 4.7), (8192, 20.0), (32768, 37.0), (131072, 47.0), (1 << 20, 54.0), (4 << 20, 55.2)),
-        "copy load": ((2048, 1.7), (8192, 4.0), (32768, 35.0), (131072, 46.0), (1 << 20, 54.0), (4 << 20, 55.3)),
+        "kernel store": ((16, 30.0), (128, 52.0), (1 << 20, 52.4)),
+        "kernel load": ((16, 22.0), (128, 50.7), (1 << 20, 51.1)),
+        "staged store": ((16, 52.5), (128, 53.8), (1 << 20, 53.9)),
+        "staged load": ((16, 48.0), (128, 53.8), (1 << 20, 53.9)),
+        "copy store": ((2048, 2.1), (8192, 9.0), (32768, 34.0), (131072, 54.5), (1 << 20, 55.2)),
+        "copy load": ((2048, 1.0), (8192, 3.0), (32768, 31.0), (131072, 54.5), (1 << 20, 55.3)),
     },
-    latency={"kernel": 8.0, "copy": 9.0, "staged": 32.0},
+    latency={"kernel": 52.0, "copy": 110.0, "staged": 97.0},
 )
+
+
+def best(seconds: Mapping[str, float]) -> str:
+    """The engine to take, of those with a predicted time."""
+    return min(seconds, key=lambda e: seconds[e] * (KERNEL_MARGIN if e == "kernel" else 1))
 
 
 def profile_path(device: int) -> Path | None:

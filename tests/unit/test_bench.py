@@ -31,6 +31,7 @@ KEYS: dict[str, set[str]] = {
     "host": {"engine", "direction", "chunks", "blocks", "layers", "bytes", "first_microseconds", "microseconds"},
     "latency": {"engine", "direction", "chosen", "bytes", "runs", "microseconds"},
     "checks": {"ids", "direction", "run_bytes", "bytes", *CHECKS},
+    "driver": {"call", "microseconds"},
     "sustained": {
         *("run_bytes", "engine", "direction", "bytes", "calls", "p50_microseconds", "p99_microseconds", "gb_per_s"),
         "matmul",

@@ -17,9 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvraw.arrays import IndexVector
-from kvraw.engines.device_state import DeviceState, device_state
+from kvraw.engines.device_state import device_state
 from kvraw.engines.gpu import GpuCall, GpuPlan
-from kvraw.engines.planner import BUILT_IN, DIRECTIONS, ENGINES, Choice, Profile, profile_for, profile_path
+from kvraw.engines.planner import (
+    BUILT_IN,
+    DIRECTIONS,
+    ENGINES,
+    KERNEL_MARGIN,
+    Choice,
+    Profile,
+    profile_for,
+    profile_path,
+)
 from kvraw.errors import PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
@@ -186,11 +195,9 @@ class Call:
     def choose(self, *, link: bool = True, capturing: bool = False, on_device: bool = False, first: int = 0) -> Choice:
         count = len(self.ids)
         index = IndexVector(None, 1 << 41, count, 8, 0) if on_device else IndexVector(self.ids, 0, count)
-        state: DeviceState
-        with DeviceScope(0):
-            state = device_state(0)
         call = GpuCall(index, self.places, self.places, first, count - first, link, capturing)
-        return self.plan.choose(state, call)
+        with DeviceScope(0):
+            return self.plan.choose(device_state(0), call)
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +215,8 @@ def test_choices_by_size(fake: FakeDriver, direction: str) -> None:
     assert Call(256, 512, 512, direction).choose().engine == "staged"  # 64 MiB in small runs
     assert Call(32 * KIB, 64, 32, direction).choose().engine == "staged"  # 64 MiB of blocks
     assert Call(2 * MIB, 1, 512, direction).choose().engine in ("copy", "staged")
-    assert Call(2 * MIB, 1, 2, direction).choose().engine == "copy"  # 4 MiB, no whole chunk
+    assert Call(2 * MIB, 1, 8, direction).choose().engine == "kernel"  # 16 MiB
+    assert Call(2 * MIB, 1, 15, direction).choose().engine == "copy"  # 30 MiB, no whole chunk
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -267,7 +275,7 @@ def test_neighbours_make_long_runs(fake: FakeDriver) -> None:
 def test_a_choice_says_why_and_how_long(fake: FakeDriver) -> None:
     choice = Call(256, 512, 512).choose()
     seconds = {e: BUILT_IN.seconds(e, "store", 256, 64 * MIB) for e in ENGINES}
-    assert choice.microseconds == pytest.approx(min(seconds.values()) * 1e6)
+    assert choice.microseconds == pytest.approx(seconds[choice.engine] * 1e6)
     assert BUILT_IN.source in choice.reason
     for engine in {"kernel", "copy"}:
         assert f"{engine} {seconds[engine] * 1e6:.0f} us" in choice.reason
@@ -283,7 +291,12 @@ def test_the_fastest_is_chosen_whatever_the_figures(profile: Profile, run: int, 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvraw.engines.gpu.profile_for", lambda device: profile)
             call = Call(run, 4, 64, direction)
-            best = min(profile.seconds(e, direction, run, 64 * run * 4) for e in ENGINES)
-            assert call.choose().microseconds == pytest.approx(best * 1e6)
+            seconds = {e: profile.seconds(e, direction, run, 64 * run * 4) for e in ENGINES}
+            choice = call.choose()
+            assert choice.microseconds == pytest.approx(seconds[choice.engine] * 1e6)
+            others = min(seconds["copy"], seconds["staged"])
+            assert (choice.engine == "kernel") == (seconds["kernel"] * KERNEL_MARGIN <= others)
+            if choice.engine != "kernel":
+                assert seconds[choice.engine] == others
     finally:
         install(before)
