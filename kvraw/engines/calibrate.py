@@ -40,7 +40,7 @@ RUNS = {
     "copy": (2048, 8192, 32768, 131072, 1 << 20, 4 << 20),
 }
 MOST_DESCRIPTORS = 8192
-_TOKENS, _HEADS = 16, 8
+_LAYERS, _TOKENS, _HEADS = 32, 16, 8
 
 
 class _Transfer:
@@ -49,14 +49,19 @@ class _Transfer:
     def __init__(self, device: int, run: int, total: int, chunk: int, stack: ExitStack) -> None:
         # Small runs are rows of heads that the chunk has token-major, so that they do not fold into longer ones.
         tokens, heads = (_TOKENS, _HEADS) if run < 2048 else (1, 1)
-        item = run * tokens * heads
+        row = run * tokens * heads
+        # An id stands for a block of many layers, of which the cache has each in one piece.
+        layers = max(1, min(_LAYERS, chunk // (4 * row)))
+        item = row * layers
         self.device, per_chunk = device, max(1, chunk // item)
         self.chunk_bytes = per_chunk * item
         chunks = max(1, total // self.chunk_bytes)
         count = chunks * per_chunk
-        paged = Side(item, token=run, head=run * tokens, limit=count)
-        flat = Side(0, item, page=per_chunk, token=run * heads, head=run, table_outer=1, entries=0)
-        self._sides, self._counts = (paged, flat), (tokens, heads, run)
+        paged = Side(row, layer=count * row, token=run, head=run * tokens, limit=count)
+        flat = Side(
+            0, row, page=per_chunk, layer=per_chunk * row, token=run * heads, head=run, table_outer=1, entries=0
+        )
+        self._sides, self._counts = (paged, flat), (layers, 1, tokens, heads, run)
         self._per_chunk = per_chunk
         self.nbytes = count * item
         memory = stack.enter_context(DeviceBuffer(self.nbytes, device))
@@ -76,10 +81,9 @@ class _Transfer:
     def work(self, engine: str, direction: str) -> Callable[[], Completion]:
         """What enqueues the transfer once."""
         store = direction == "store"
-        tokens, heads, run = self._counts
         sides = self._sides if store else self._sides[::-1]
         plan = GpuPlan(
-            CopyPlan(*sides, 1, 1, tokens, heads, run),
+            CopyPlan(*sides, *self._counts),
             store,
             self._bases,
             self.chunk_bytes,

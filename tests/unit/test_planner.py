@@ -216,7 +216,7 @@ def test_choices_by_size(fake: FakeDriver, direction: str) -> None:
     assert Call(32 * KIB, 64, 32, direction).choose().engine == "staged"  # 64 MiB of blocks
     assert Call(2 * MIB, 1, 512, direction).choose().engine in ("copy", "staged")
     assert Call(2 * MIB, 1, 8, direction).choose().engine == "kernel"  # 16 MiB
-    assert Call(2 * MIB, 1, 15, direction).choose().engine == "copy"  # 30 MiB, no whole chunk
+    assert Call(4 * MIB, 1, 15, direction).choose().engine == "copy"  # 60 MiB, no whole chunk
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
