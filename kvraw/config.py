@@ -43,6 +43,14 @@ def _positive(text: str) -> int:
     return value
 
 
+def _register_bytes(text: str) -> int:
+    value = int(text)
+    # A registration of 512 GiB or more fails on r580; pages of 2 MiB stay whole.
+    if not 2 << 20 <= value <= 256 << 30 or value % (2 << 20):
+        raise ValueError(f"must be a multiple of {2 << 20} in [{2 << 20}, {256 << 30}]")
+    return value
+
+
 def _engine(text: str) -> str:
     if text not in ("auto", "kernel", "cpu", "reference"):
         raise ValueError("must be one of auto, kernel, cpu, reference")
@@ -56,4 +64,18 @@ CPU_THREADS = Variable("KVRAW_CPU_THREADS", _positive, 0, "threads of the CPU en
 MAX_BATCH = Variable("KVRAW_MAX_BATCH", _positive, 8192, "descriptors per batch-memcpy call")
 CTAS = Variable("KVRAW_CTAS", _positive, 0, "thread blocks of the kernel engine; default: 16 to or from host memory")
 
-VARIABLES: tuple[Variable[str] | Variable[int], ...] = (ENGINE, CPU_THREADS, MAX_BATCH, CTAS)
+HOST_THREADS = Variable(
+    "KVRAW_HOST_THREADS", _positive, 0, "threads that populate host memory; default: usable cores, at most 16"
+)
+REGISTER_BYTES = Variable(
+    "KVRAW_REGISTER_BYTES", _register_bytes, 2 << 30, "bytes of host memory per registration with the driver"
+)
+
+VARIABLES: tuple[Variable[str] | Variable[int], ...] = (
+    ENGINE,
+    CPU_THREADS,
+    MAX_BATCH,
+    CTAS,
+    HOST_THREADS,
+    REGISTER_BYTES,
+)

@@ -16,7 +16,7 @@ _log = logging.getLogger("kvraw")
 class Completion:
     """One enqueued operation: its event, what must outlive it, and what is to happen once it is over."""
 
-    __slots__ = ("_books", "_event", "_lock", "_refs", "_settle", "error")
+    __slots__ = ("_books", "_event", "_lock", "_refs", "_settle", "error", "stream")
 
     def __init__(
         self,
@@ -24,13 +24,19 @@ class Completion:
         event: int,
         refs: tuple[object, ...],
         settle: Callable[[], Exception | None] | None = None,
+        stream: int | None = None,
     ):
+        self.stream = stream
         self._books = books
         self._event: int | None = event
         self._refs = refs
         self._settle = settle
         self._lock = threading.Lock()
         self.error: Exception | None = None
+
+    def __repr__(self) -> str:
+        where = "" if self.stream is None else f" on stream {self.stream:#x}"
+        return f"transfer{where}, " + ("over" if self._event is None else f"event {self._event:#x}")
 
     def done(self) -> bool:
         """Whether the operation is over; settles it if so."""
@@ -106,7 +112,7 @@ class InFlight:
             if settle is not None:
                 settle()
             raise
-        completion = Completion(self, event, refs, settle)
+        completion = Completion(self, event, refs, settle, stream)
         with self._lock:
             self._open[id(completion)] = completion
         return completion
