@@ -150,7 +150,9 @@ class HostBuffer(InUse):
         self._preparation = self._plan(target, options.first_bytes, fresh=True)
         try:
             self._publish(self._preparation.advance())
-            if not self._preparation.over:
+            if self._preparation.over:
+                self._preparation.stop()
+            else:
                 self._growth = Growth(self._preparation, weakref.WeakMethod(self._publish))
         except BaseException:
             self._preparation.stop()

@@ -110,14 +110,12 @@ class Populator:
         pieces = -(-nbytes // PIECE)
         with self._changed:
             # The timeout lets a thread notice that the interpreter ends and the workers left.
-            while self._reached < pieces and self._error is None:
+            while self._reached < pieces:
+                if self._error is not None:
+                    raise self._error
                 if self._stopping or not any(t.is_alive() for t in self._threads):
-                    if self._reached < pieces and self._error is None:
-                        raise HostMemoryError(f"populating was stopped at {self._reached * PIECE} bytes")
-                    break
+                    raise HostMemoryError(f"populating was stopped at {self._reached * PIECE} bytes")
                 self._changed.wait(0.1)
-            if self._error is not None:
-                raise self._error
 
     def stop(self) -> None:
         """Have the threads end, and wait for them: some tens of milliseconds. Idempotent."""
@@ -125,6 +123,7 @@ class Populator:
             self._stopping = True
         for thread in self._threads:
             thread.join()
+        self._owner = None
 
 
 def touch(address: int, nbytes: int) -> None:

@@ -55,7 +55,8 @@ class Preparation:
     def __init__(
         self, memory: HostMemory, device: int | None, *, first: int, step: int, threads: int, fresh: bool
     ) -> None:
-        self._memory, self._device = memory, device
+        self._memory: HostMemory | None = memory
+        self._nbytes, self._device = memory.nbytes, device
         self._first, self._step = first, step
         self.populate_seconds = self.register_seconds = 0.0
         self.reached = 0
@@ -66,7 +67,7 @@ class Preparation:
     @property
     def over(self) -> bool:
         """Whether all is ready."""
-        return self.reached == self._memory.nbytes
+        return self.reached == self._nbytes
 
     def advance(self) -> Registration | None:
         """Make the next step ready; its registration, where there is a device.
@@ -76,19 +77,21 @@ class Preparation:
         HostMemoryError, DriverError
             It cannot be; what was ready before stays so.
         """
+        memory = self._memory
+        assert memory is not None
         start, size = self.reached, self._step if self.reached else self._first
-        end = min(start + size, self._memory.nbytes)
+        end = min(start + size, self._nbytes)
         begin = time.perf_counter()
         if self._populator is not None:
             self._populator.wait_for(end)
         middle = time.perf_counter()
         registration = None
         if self._device is not None:
-            address = self._memory.address + start
-            registration = Registration(address, end - start, self._device, end - start, owner=self._memory)
-            if self._memory.shift is None:
-                self._memory.shift = registration.device_address - address
-            elif registration.device_address - address != self._memory.shift:
+            address = memory.address + start
+            registration = Registration(address, end - start, self._device, end - start, owner=memory)
+            if memory.shift is None:
+                memory.shift = registration.device_address - address
+            elif registration.device_address - address != memory.shift:
                 registration.close()
                 raise DriverError("CUDA_ERROR_NOT_MAPPED", 211, "cuMemHostGetDevicePointer", "pieces lie apart")
         self.populate_seconds += middle - begin
@@ -97,9 +100,11 @@ class Preparation:
         return registration
 
     def stop(self) -> None:
-        """End the threads. Idempotent."""
+        """End the threads, and let go of the memory. Idempotent."""
         if self._populator is not None:
             self._populator.stop()
+            self._populator = None
+        self._memory = None
 
 
 class Growth:

@@ -174,7 +174,13 @@ def create_segment(nbytes: int, name: str | None = None) -> Segment:
             os.posix_fallocate(file, 0, nbytes)
         except OSError as error:
             raise _no_room(nbytes, error) from error
-        segment = Segment(path.rpartition("/")[2], libc.map_file(file, nbytes), nbytes, file, inode)
+        # Mapped through an opening of its own: a mapping that a forked child inherits keeps its opening, lock and all.
+        other = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            address = libc.map_file(other, nbytes)
+        finally:
+            os.close(other)
+        segment = Segment(path.rpartition("/")[2], address, nbytes, file, inode)
         _owned[id(segment)] = segment
         _handle_sigterm()
     except BaseException as error:
