@@ -140,7 +140,7 @@ class HostMemory:
 
         The kernel would copy every pinned page at the fork, so that the device goes on with the parent's.
         """
-        if self.owned and self.kind != "shared" and self.shift is None and hide != self.hidden_from_children[0]:
+        if self.owned and self.kind not in ("shared", "pinned") and hide != self.hidden_from_children[0]:
             try:
                 libc.advise(self.address, self.nbytes, libc.DONTFORK if hide else libc.DOFORK)
             except OSError as error:
