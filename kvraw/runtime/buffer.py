@@ -164,7 +164,9 @@ class HostBuffer(InUse):
         page = {"huge-2MiB": 2 << 20, "huge-1GiB": 1 << 30}.get(memory.kind, 4096 if memory.owned else 1)
         step, first = (-(-n // page) * page for n in (options.step_bytes or config.REGISTER_BYTES.get(), first))
         threads = (options.threads or populate_threads()) if memory.owned else 0
-        return Preparation(memory, device, first=first, step=step, threads=threads, fresh=fresh)
+        return Preparation(
+            memory, device, first=first, step=step, threads=threads, fresh=fresh, alone=fresh and options.grow
+        )
 
     def _prepare(self, device: int | None, *, fresh: bool, extend: bool) -> None:
         """All of it, now; rolled back where a step fails."""

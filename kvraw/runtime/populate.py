@@ -14,7 +14,8 @@ from kvraw.runtime import libc
 
 __all__ = ["Populator", "interpreter_ends", "populate_threads", "touch"]
 
-PIECE = 64 << 20  # bytes per call: small enough to stop soon, and large enough to cost nothing
+# Bytes per call. Each holds up whoever maps memory (new threads, malloc, the driver) while it runs.
+PIECE = 8 << 20
 
 
 def populate_threads() -> int:
@@ -54,11 +55,14 @@ class Populator:
         self._stopping = False
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
+        # Nobody starts before all have: a thread's stack is mapped, which would wait for the pieces of the others.
+        self._gate = threading.Event()
         try:
             for k in range(max(1, min(threads, len(self._starts)))):
                 thread = threading.Thread(target=self._work, name=f"kvraw-populate-{k}")
                 thread.start()
                 self._threads.append(thread)
+            self._gate.set()
         except BaseException:
             self.stop()
             raise
@@ -71,6 +75,7 @@ class Populator:
             return self._next - 1
 
     def _work(self) -> None:
+        self._gate.wait()
         while (piece := self._take()) is not None:
             error: BaseException | None = None
             try:
@@ -121,6 +126,7 @@ class Populator:
         """Have the threads end, and wait for them: some tens of milliseconds. Idempotent."""
         with self._changed:
             self._stopping = True
+        self._gate.set()
         for thread in self._threads:
             thread.join()
         self._owner = None

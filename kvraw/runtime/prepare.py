@@ -41,6 +41,8 @@ class Preparation:
         Device in whose context it is registered; None: it is populated only.
     first, step : int
         Bytes of the first registration, and of the others.
+    alone : bool
+        Populate what the first step needs, and nothing beside it: somebody waits for just that.
     threads : int
         That populate; 0: the memory is backed already, or backs itself as it is registered.
     fresh : bool
@@ -53,16 +55,37 @@ class Preparation:
     """
 
     def __init__(
-        self, memory: HostMemory, device: int | None, *, first: int, step: int, threads: int, fresh: bool
+        self,
+        memory: HostMemory,
+        device: int | None,
+        *,
+        first: int,
+        step: int,
+        threads: int,
+        fresh: bool,
+        alone: bool = False,
     ) -> None:
         self._memory: HostMemory | None = memory
         self._nbytes, self._device = memory.nbytes, device
-        self._first, self._step = first, step
+        self._first, self._step = min(first, memory.nbytes), step
+        self._threads, self._fresh, self._alone = threads, fresh, alone
         self.populate_seconds = self.register_seconds = 0.0
         self.reached = 0
         self._populator: Populator | None = None
-        if threads:
-            self._populator = Populator(memory.address, memory.nbytes, threads=threads, fresh=fresh, owner=memory)
+        self._span = (0, 0)  # what the populator is for
+
+    def _populate(self, memory: HostMemory, end: int) -> None:
+        if not self._threads:
+            return
+        if self._populator is None:
+            self._span = start, last = self.reached, end if self._alone and not self.reached else self._nbytes
+            self._populator = Populator(
+                memory.address + start, last - start, threads=self._threads, fresh=self._fresh, owner=memory
+            )
+        self._populator.wait_for(end - self._span[0])
+        if end == self._span[1]:
+            self._populator.stop()
+            self._populator = None
 
     @property
     def over(self) -> bool:
@@ -82,8 +105,7 @@ class Preparation:
         start, size = self.reached, self._step if self.reached else self._first
         end = min(start + size, self._nbytes)
         begin = time.perf_counter()
-        if self._populator is not None:
-            self._populator.wait_for(end)
+        self._populate(memory, end)
         middle = time.perf_counter()
         registration = None
         if self._device is not None:

@@ -138,8 +138,8 @@ def test_growing_to_the_end(fake: FakeDriver) -> None:
             kvraw.HostPool(SIZE, device=0, options=options(grow=True, first_bytes=MIB)).close()
         for _ in range(5):
             kvraw.HostPool(SIZE, device=0, options=options(grow=True, first_bytes=MIB))  # and dropped at any
-    for thread in [t for t in threading.enumerate() if t.name == "kvraw-grow"]:
-        thread.join(60)
+        for thread in [t for t in threading.enumerate() if t.name == "kvraw-grow"]:
+            thread.join(60)
     assert blocks(fake) == 0
 
 

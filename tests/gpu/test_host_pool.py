@@ -52,6 +52,7 @@ def test_torch_sees_chunks_as_pinned_and_keeps_their_memory(gpu: int) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if not torch.cuda.is_available():
         pytest.skip("torch sees no device")
+    torch.ones(1, device="cuda")  # before that, torch calls nothing pinned
     pool = kvraw.HostPool(8 * MIB, device=gpu)
     a, b = pool.chunks(2, MIB)
     a.numpy()[:] = 7
