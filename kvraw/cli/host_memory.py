@@ -27,13 +27,14 @@ def _asked(options: HostOptions, nbytes: int = mmap.PAGESIZE) -> str | None:
 
 
 def _populates() -> bool:
-    address = libc.map_anonymous(mmap.PAGESIZE)
     try:
-        libc.advise(address, mmap.PAGESIZE, libc.POPULATE_WRITE)
+        address = libc.map_anonymous(mmap.PAGESIZE)
+        try:
+            libc.advise(address, mmap.PAGESIZE, libc.POPULATE_WRITE)
+        finally:
+            libc.unmap(address, mmap.PAGESIZE)
     except OSError as error:
         return error.errno != errno.EINVAL
-    finally:
-        libc.unmap(address, mmap.PAGESIZE)
     return True
 
 

@@ -374,7 +374,7 @@ class HostBuffer(InUse):
         if self._closed:
             raise ClosedError(f"the {self._noun} is closed")
         if self._forked:
-            raise ForkError(f"the {self._noun} was pinned by a parent process, and pinned memory does not survive fork")
+            raise ForkError(f"the {self._noun} was pinned, or growing, in a parent process, and does not survive fork")
 
     def __enter__(self: B) -> B:
         return self
@@ -389,8 +389,8 @@ def _in_child() -> None:
     """In a forked child: other threads' locks are nobody's, threads are gone, and what was pinned is not there."""
     for buffer in list(_live):
         buffer._lock, buffer._pin_lock = threading.RLock(), threading.RLock()
-        buffer._forked = bool(buffer._registrations) or buffer._growth is not None
-        buffer._forked |= buffer._memory.kind == "pinned"
+        growing = buffer._growth is not None and buffer._ready < buffer.nbytes
+        buffer._forked = growing or bool(buffer._registrations) or buffer._memory.kind == "pinned"
         buffer._growth = None
 
 

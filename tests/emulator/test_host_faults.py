@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvraw
 from kvraw.errors import DriverError
-from kvraw.runtime import libc, populate, register
+from kvraw.runtime import facts, libc, populate, register
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.host_map import HostOptions
@@ -265,6 +266,18 @@ def test_no_context_appears_because_a_pool_was_made(fake: FakeDriver) -> None:
     with kvraw.HostPool(MIB, pin=True) as pool:  # in the context that is there
         assert pool.pinned
     assert [fake.primary_active(k) for k in range(2)] == [False, True]
+
+
+def test_the_node_of_a_gpu(fake: FakeDriver, tmp_path: Path) -> None:
+    for device, node in ((0, "1"), (1, "-1")):
+        at = tmp_path / f"0000:0{device}:00.0"
+        at.mkdir()
+        (at / "numa_node").write_text(node + "\n")
+    assert [facts.device_node(k, str(tmp_path)) for k in range(3)] == [1, None, None]
+    fake.fail("device_pci_address", 1, RESULT)
+    assert facts.device_node(0, str(tmp_path)) is None
+    (tmp_path / "has_memory").write_text("0-2,5\n")
+    assert facts.nodes(str(tmp_path)) == [0, 1, 2, 5]
 
 
 def test_close_is_bounded_and_names_what_it_waits_for(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
