@@ -25,8 +25,8 @@ from kvraw.runtime.facts import HostFacts, observe
 from kvraw.runtime.host_map import HostMemory, HostOptions, attach_memory, borrow_memory, obtain_memory
 from kvraw.runtime.inuse import InUse
 from kvraw.runtime.populate import populate_threads
-from kvraw.runtime.prepare import Growth, Preparation, give_up
-from kvraw.runtime.register import Registration
+from kvraw.runtime.prepare import Growth, Preparation
+from kvraw.runtime.register import Registration, give_up
 
 __all__ = ["HostBuffer"]
 
@@ -121,7 +121,6 @@ class HostBuffer(InUse):
         self._bytes = memory.array()  # the last view of it gives the memory back
         InUse.__init__(self)
         self._pin_lock = threading.RLock()
-        self._registrations: list[Registration] = []
         self._preparation: Preparation | None = None
         self._growth: Growth | None = None
         self._facts: HostFacts | None = None
@@ -187,7 +186,7 @@ class HostBuffer(InUse):
             self._memory.shift = None
             raise
         preparation.stop()
-        self._registrations = made
+        self._memory.registrations += made
         self._memory.hide_from_children(bool(made))
         self._facts = None
         if extend:
@@ -202,7 +201,7 @@ class HostBuffer(InUse):
                     registration.close()
                 raise ClosedError("the buffer was closed while it grew")
             if registration is not None:
-                self._registrations.append(registration)
+                self._memory.registrations.append(registration)
                 self._memory.hide_from_children(True)
             self._facts = None
             self._extend(self._preparation.reached)
@@ -218,7 +217,7 @@ class HostBuffer(InUse):
 
     def _roll_back(self) -> None:
         with contextlib.suppress(RuntimeError):
-            give_up(self._registrations)
+            give_up(self._memory.registrations)
         if self._memory.kind != "pinned":
             self._memory.shift = None
 
@@ -250,7 +249,7 @@ class HostBuffer(InUse):
     @property
     def pinned(self) -> bool:
         """Whether every byte that may be used is known to the driver as pinned."""
-        return bool(self._registrations) or (self._memory.kind == "pinned" and not self._closed)
+        return bool(self._memory.registrations) or (self._memory.kind == "pinned" and not self._closed)
 
     @property
     def device_shift(self) -> int:
@@ -310,8 +309,8 @@ class HostBuffer(InUse):
                 "pinned": self.pinned,
                 "pinned_bytes": self.nbytes
                 if memory.kind == "pinned" and not self._closed
-                else sum(r.nbytes for r in self._registrations),
-                "registrations": len(self._registrations),
+                else sum(r.nbytes for r in self._memory.registrations),
+                "registrations": len(self._memory.registrations),
                 "huge_pages": memory.huge_pages,
                 "huge_page_bytes": found.huge_bytes,
                 "node": memory.node,
@@ -363,9 +362,10 @@ class HostBuffer(InUse):
             self._bytes = np.empty(0, np.uint8)
             if self._memory.segment is not None:
                 self._memory.segment.unlink()
-            hidden, memory = bool(self._registrations), self._memory
+            memory = self._memory
+            hidden = bool(memory.registrations)
             self._memory = memory.remains()
-            give_up(self._registrations)
+            give_up(memory.registrations)
             if hidden:
                 memory.hide_from_children(False)
 
@@ -390,7 +390,7 @@ def _in_child() -> None:
     for buffer in list(_live):
         buffer._lock, buffer._pin_lock = threading.RLock(), threading.RLock()
         growing = buffer._growth is not None and buffer._ready < buffer.nbytes
-        buffer._forked = growing or bool(buffer._registrations) or buffer._memory.kind == "pinned"
+        buffer._forked = growing or bool(buffer._memory.registrations) or buffer._memory.kind == "pinned"
         buffer._growth = None
 
 

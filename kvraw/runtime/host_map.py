@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -12,11 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvraw.errors import BoundsError, HostMemoryError
+from kvraw.errors import BoundsError, DriverError, HostMemoryError
 from kvraw.runtime import facts, libc, shm
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import PinnedBuffer
-from kvraw.runtime.register import is_registered, note_allocation
+from kvraw.runtime.register import Registration, give_up, is_registered, note_allocation
 
 __all__ = ["HostMemory", "HostOptions", "attach_memory", "borrow_memory", "obtain_memory"]
 
@@ -100,6 +101,9 @@ class HostMemory:
         Distance to the device's address, where the driver allocated the memory.
     owned : bool
         False: the memory is borrowed.
+    registrations : list of Registration
+        Of the memory, in order. They end with it where nobody ends them before: whoever still has a view, such as a
+        transfer under way, has pinned memory.
     """
 
     def __init__(self, address: int, nbytes: int, kind: str, release: Callable[[], None] | None, owner: Any = None):
@@ -112,18 +116,16 @@ class HostMemory:
         self.owned = release is not None
         self.hidden_from_children: list[bool] = [False]
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
-        self._finalizer: weakref.finalize[..., HostMemory] | None = None
-        if release is not None:
-            self._finalizer = weakref.finalize(self, _release, os.getpid(), self.hidden_from_children, release)
-            self._finalizer.atexit = False  # threads, and views in other exit functions, may still use it
+        self.registrations: list[Registration] = []
+        span = (address, nbytes)
+        self._finalizer = weakref.finalize(
+            self, _release, os.getpid(), span, self.registrations, self.hidden_from_children, release, owner
+        )
+        self._finalizer.atexit = False  # threads, and views in other exit functions, may still use it
 
     def discard(self) -> None:
-        """Give it back at once, which nobody has seen yet: the frames of an exception under way would keep it.
-
-        What the driver would not unregister stays mapped.
-        """
-        if self._finalizer is not None and not is_registered(self.address, self.nbytes):
-            self._finalizer()
+        """Give it back at once, which nobody has seen yet: the frames of an exception under way would keep it."""
+        self._finalizer()
 
     def remains(self) -> HostMemory:
         """What can still be said of the memory once it is given up, without keeping it."""
@@ -159,9 +161,23 @@ class HostMemory:
             _log.warning("%s", text)
 
 
-def _release(pid: int, hidden: list[bool], release: Callable[[], None]) -> None:
-    # In a forked child a hidden range was never mapped; something else may be there by now.
-    if pid == os.getpid() or not hidden[0]:
+def _release(
+    pid: int,
+    span: tuple[int, int],
+    registrations: list[Registration],
+    hidden: list[bool],
+    release: Callable[[], None] | None,
+    owner: object,
+) -> None:
+    if pid == os.getpid():
+        with contextlib.suppress(DriverError):
+            give_up(registrations)
+        if release is not None and is_registered(*span):
+            _log.error("%d bytes at %#x stay mapped: the driver would not unregister them", span[1], span[0])
+            return
+    elif hidden[0]:
+        return  # a forked child never had it mapped; something else may be there by now
+    if release is not None:
         release()
 
 

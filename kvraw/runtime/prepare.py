@@ -13,21 +13,9 @@ from kvraw.runtime.host_map import HostMemory
 from kvraw.runtime.populate import Populator, interpreter_ends
 from kvraw.runtime.register import Registration
 
-__all__ = ["Growth", "Preparation", "give_up"]
+__all__ = ["Growth", "Preparation"]
 
 _log = logging.getLogger("kvraw")
-
-
-def give_up(registrations: list[Registration]) -> None:
-    """Undo registrations in reverse; the first error, once all were tried."""
-    failed: DriverError | None = None
-    while registrations:
-        try:
-            registrations.pop().close()
-        except DriverError as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
 
 
 class Preparation:
@@ -110,7 +98,7 @@ class Preparation:
         registration = None
         if self._device is not None:
             address = memory.address + start
-            registration = Registration(address, end - start, self._device, end - start, owner=memory)
+            registration = Registration(address, end - start, self._device, end - start)
             if memory.shift is None:
                 memory.shift = registration.device_address - address
             elif registration.device_address - address != memory.shift:

@@ -17,7 +17,7 @@ from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none, usable_here
 from kvraw.runtime.owner import Owner
 
-__all__ = ["Registration", "boundaries", "is_registered", "note_allocation", "registered_bytes"]
+__all__ = ["Registration", "boundaries", "give_up", "is_registered", "note_allocation", "registered_bytes"]
 
 U64 = npt.NDArray[np.uint64]
 Piece = tuple[int, int]  # (begin, end)
@@ -211,6 +211,18 @@ class Registration(Owner):
         self._finalizer.atexit = False  # the process gives everything back, and work may still be under way
         self.device_address = address + entry.shift
         self.pieces = len(entry.pieces)
+
+
+def give_up(registrations: list[Registration]) -> None:
+    """Undo registrations in reverse; the first error, once all were tried."""
+    failed: DriverError | None = None
+    while registrations:
+        try:
+            registrations.pop().close()
+        except DriverError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def note_allocation(d: CudaDriver, address: int, nbytes: int) -> Callable[[], None]:

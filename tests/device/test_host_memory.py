@@ -125,3 +125,19 @@ def test_a_pool_closes_under_transfers(world: World) -> None:
         pool.close(timeout=60)
         rows = view.reshape(world.chunk(0).shape)
         np.testing.assert_array_equal(rows, world.paged[:, :, 20:24].transpose(1, 0, 2, 3, 4, 5))
+
+
+def test_a_pool_that_is_dropped_stays_pinned_under_a_transfer(world: World) -> None:
+    pool = kvraw.HostPool(SIZE, device=world.device, options=HostOptions(step_bytes=MIB))
+    (chunk,) = pool.chunks(1, world.cache.chunk_bytes(TOKENS))
+    address, view = chunk.address, chunk.numpy()
+    transfer = kvraw.store(world.cache, [view], [5, 6], stream=world.stream)
+    del pool, chunk
+    gc.collect()
+    assert driver().pointer_info(address) is not None
+    transfer.wait()
+    rows = view.reshape(world.chunk(0).shape)[:, :, :2]
+    np.testing.assert_array_equal(rows, world.paged[:, :, 5:7].transpose(1, 0, 2, 3, 4, 5))
+    del view, rows, transfer
+    gc.collect()
+    assert driver().pointer_info(address) is None
