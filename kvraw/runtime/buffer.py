@@ -144,11 +144,13 @@ class HostBuffer(InUse):
             self._extend(self.nbytes)
             return
         if not options.grow:
-            self._prepare(target, fresh=True, extend=True)
+            # Shared memory of another process may be in use already.
+            self._prepare(target, fresh=memory.segment is None or memory.segment.owned, extend=True)
             return
         self._preparation = self._plan(target, options.first_bytes, fresh=True)
         try:
-            self._publish(self._preparation.advance())
+            while self._ready < min(options.first_bytes, self.nbytes):
+                self._publish(self._preparation.advance())
             if self._preparation.over:
                 self._preparation.stop()
             else:

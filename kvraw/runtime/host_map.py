@@ -24,6 +24,7 @@ __all__ = ["HostMemory", "HostOptions", "attach_memory", "borrow_memory", "obtai
 Kind = Literal["anonymous", "huge-2MiB", "huge-1GiB", "shared", "pinned"]
 HUGE = {"huge-2MiB": 2 << 20, "huge-1GiB": 1 << 30}
 TRANSPARENT = 2 << 20  # what the base pages of x86-64, and of most Arm kernels, are joined to
+LARGEST_STEP = 256 << 30  # bytes; one registration of 512 GiB or more fails on r580
 
 _log = logging.getLogger("kvraw")
 _said: set[str] = set()
@@ -84,6 +85,8 @@ class HostOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise BoundsError(f"{name} is {value}, must be positive")
+        if self.step_bytes is not None and self.step_bytes > LARGEST_STEP:
+            raise BoundsError(f"step_bytes is {self.step_bytes}, must be at most {LARGEST_STEP}")
 
 
 class HostMemory:

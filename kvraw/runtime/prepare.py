@@ -55,7 +55,7 @@ class Preparation:
     ) -> None:
         self._memory: HostMemory | None = memory
         self._nbytes, self._device = memory.nbytes, device
-        self._first, self._step = min(first, memory.nbytes), step
+        self._first, self._step = min(first, step), step
         self._threads, self._fresh, self._alone = threads, fresh, alone
         self.populate_seconds = self.register_seconds = 0.0
         self.reached = 0

@@ -18,6 +18,7 @@ import pytest
 import kvraw
 from kvraw.runtime import facts, host_map, libc, populate, shm
 from kvraw.runtime.host_map import HostOptions
+from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.leaks import nothing_left
 
 MIB = 1 << 20
@@ -108,6 +109,21 @@ def test_an_old_kernel_has_its_pages_touched(monkeypatch: Patch) -> None:
         assert nodes is None or sum(nodes.values()) == SIZE  # type: ignore[attr-defined]
 
 
+def test_memory_in_use_is_not_touched(monkeypatch: Patch, fake: FakeDriver) -> None:
+    monkeypatch.setattr(libc, "advise", failing_advice(libc.POPULATE_WRITE, errno.EINVAL))
+    with (
+        kvraw.HostPool(MIB, pin=False, options=HostOptions(kind="shared")) as pool,
+        kvraw.HostPool(MIB, pin=False) as private,
+    ):
+        for one in (pool, private):
+            one.view(one.address, MIB)[:] = 6
+        with kvraw.HostBuffer.attach(str(pool.name), device=0) as other:
+            assert other.pinned
+            private.pin(0)
+            for one in (pool, private):
+                assert (one.view(one.address, MIB) == 6).all()
+
+
 @pytest.mark.parametrize("kind", ["huge-2MiB", "huge-1GiB"])
 def test_no_explicit_huge_pages(monkeypatch: Patch, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     real = libc.map_anonymous
@@ -176,6 +192,7 @@ def test_the_node_of_a_gpu_that_is_not_there(caplog: pytest.LogCaptureFixture) -
         ({"node": -1}, kvraw.BoundsError, r"node is -1, must be in \[0, 1024\)"),
         ({"threads": 0}, kvraw.BoundsError, "threads is 0"),
         ({"step_bytes": -1}, kvraw.BoundsError, "step_bytes is -1"),
+        ({"step_bytes": 512 << 30}, kvraw.BoundsError, "step_bytes is 549755813888, must be at most"),
         ({"first_bytes": 0}, kvraw.BoundsError, "first_bytes is 0"),
     ],
 )
@@ -222,6 +239,14 @@ def test_growing_in_the_background(monkeypatch: Patch) -> None:
         pool.wait_ready(60)
         assert (pool.info()["growing"], pool.info()["growth_error"], pool.ready_bytes) == (False, None, SIZE)
     assert seen == [(n * MIB, SIZE) for n in (*range(4, 64, 8), 64)]
+
+
+def test_the_first_bytes_may_be_several_registrations() -> None:
+    options = HostOptions(populate=True, grow=True, first_bytes=20 * MIB, step_bytes=8 * MIB)
+    with kvraw.HostPool(SIZE, pin=False, options=options) as pool:
+        assert pool.ready_bytes >= 20 * MIB
+        assert len(pool.chunks(20, MIB)) == 20
+        pool.wait_ready(60)
 
 
 def test_growing_that_fails_keeps_what_is_ready(monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> None:
