@@ -20,19 +20,24 @@ if TYPE_CHECKING:
     from kvraw.errors import DriverError as DriverError
     from kvraw.errors import DriverNotFoundError as DriverNotFoundError
     from kvraw.errors import ForkError as ForkError
+    from kvraw.errors import HostMemoryError as HostMemoryError
     from kvraw.errors import KvrawError as KvrawError
     from kvraw.errors import LayoutError as LayoutError
     from kvraw.errors import PlacementError as PlacementError
+    from kvraw.errors import TransferTimeoutError as TransferTimeoutError
     from kvraw.errors import UnsupportedDriverError as UnsupportedDriverError
     from kvraw.layout import Geometry as Geometry
     from kvraw.plan import CopyPlan as CopyPlan
     from kvraw.plan import Side as Side
     from kvraw.prepared import Copy as Copy
     from kvraw.prepared import PreparedCopy as PreparedCopy
+    from kvraw.runtime.buffer import HostBuffer as HostBuffer
+    from kvraw.runtime.host_map import HostOptions as HostOptions
     from kvraw.runtime.memory import DeviceBuffer as DeviceBuffer
-    from kvraw.runtime.memory import Registration as Registration
     from kvraw.runtime.pool import HostChunk as HostChunk
     from kvraw.runtime.pool import HostPool as HostPool
+    from kvraw.runtime.register import Registration as Registration
+    from kvraw.runtime.shm import sweep_shared_memory as sweep_shared_memory
     from kvraw.runtime.stream import Stream as Stream
     from kvraw.transfer import load as load
     from kvraw.transfer import load_slots as load_slots
@@ -44,8 +49,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ERRORS = (
-    "ArtifactError BoundsError ClosedError DriverError DriverNotFoundError ForkError KvrawError LayoutError "
-    "PlacementError UnsupportedDriverError"
+    "ArtifactError BoundsError ClosedError DriverError DriverNotFoundError ForkError HostMemoryError KvrawError "
+    "LayoutError PlacementError TransferTimeoutError UnsupportedDriverError"
 )
 _HOMES = {
     "kvraw.batch": "BatchCopy memcpy_batch",
@@ -55,8 +60,12 @@ _HOMES = {
     "kvraw.layout": "Geometry",
     "kvraw.plan": "CopyPlan Side",
     "kvraw.prepared": "Copy PreparedCopy",
-    "kvraw.runtime.memory": "DeviceBuffer Registration",
+    "kvraw.runtime.buffer": "HostBuffer",
+    "kvraw.runtime.host_map": "HostOptions",
+    "kvraw.runtime.memory": "DeviceBuffer",
     "kvraw.runtime.pool": "HostChunk HostPool",
+    "kvraw.runtime.register": "Registration",
+    "kvraw.runtime.shm": "sweep_shared_memory",
     "kvraw.runtime.stream": "Stream",
     "kvraw.transfer": "load load_slots store store_slots",
     "kvraw.transfer_plan": "Transfer TransferPlan",

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvraw.arrays import ASK_DRIVER, U64, is_pointer, tensor_view
 from kvraw.cache import require_host
-from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
 from kvraw.runtime.memory import locate
 from kvraw.runtime.pool import HostChunk, HostPool
 
@@ -57,6 +57,8 @@ class ChunkRow:
         for at, chunk in enumerate(self.owners):
             if type(chunk) is HostChunk:
                 addresses[at], size = chunk.address, chunk.nbytes
+                if chunk.freed:
+                    raise ClosedError(f"chunks[{at}] was given back to its pool")
                 if chunk.pool is not last:
                     last = chunk.pool
                     last.require_open()

@@ -48,6 +48,14 @@ def _size(text: str) -> int:
     return _positive(text[:-1] if shift else text) << shift
 
 
+def _register_bytes(text: str) -> int:
+    value = int(text)
+    # A registration of 512 GiB or more fails on r580; pages of 2 MiB stay whole.
+    if not 2 << 20 <= value <= 256 << 30 or value % (2 << 20):
+        raise ValueError(f"must be a multiple of {2 << 20} in [{2 << 20}, {256 << 30}]")
+    return value
+
+
 ENGINES = ("auto", "kernel", "copy", "staged", "cpu", "reference")
 
 
@@ -66,6 +74,13 @@ STAGING_SLOT = Variable("KVRAW_STAGING_SLOT", _size, 16 << 20, "bytes of one sta
 STAGING_DEPTH = Variable("KVRAW_STAGING_DEPTH", _positive, 3, "staging slots per direction and GPU; default 3")
 CTAS = Variable("KVRAW_CTAS", _positive, 0, "thread blocks of the kernel engine; default: 16 to or from host memory")
 
+HOST_THREADS = Variable(
+    "KVRAW_HOST_THREADS", _positive, 0, "threads that populate host memory; default: usable cores, at most 16"
+)
+REGISTER_BYTES = Variable(
+    "KVRAW_REGISTER_BYTES", _register_bytes, 2 << 30, "bytes of host memory per registration with the driver"
+)
+
 VARIABLES: tuple[Variable[str] | Variable[int], ...] = (
     ENGINE,
     CPU_THREADS,
@@ -73,4 +88,6 @@ VARIABLES: tuple[Variable[str] | Variable[int], ...] = (
     CTAS,
     STAGING_SLOT,
     STAGING_DEPTH,
+    HOST_THREADS,
+    REGISTER_BYTES,
 )

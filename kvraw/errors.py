@@ -9,9 +9,11 @@ __all__ = [
     "DriverError",
     "DriverNotFoundError",
     "ForkError",
+    "HostMemoryError",
     "KvrawError",
     "LayoutError",
     "PlacementError",
+    "TransferTimeoutError",
     "UnsupportedDriverError",
 ]
 
@@ -67,6 +69,14 @@ class ClosedError(KvrawError, RuntimeError):
 
 class ForkError(KvrawError, RuntimeError):
     """CUDA was initialised before a fork, and the child tried to use it."""
+
+
+class HostMemoryError(KvrawError, MemoryError):
+    """Host memory that is not to be had, or not in the way that was demanded."""
+
+
+class TransferTimeoutError(KvrawError, TimeoutError):
+    """Transfers that were still under way when the time to wait for them was over."""
 
 
 class ArtifactError(KvrawError, RuntimeError):

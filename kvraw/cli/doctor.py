@@ -17,11 +17,13 @@ import numpy as np
 
 import kvraw
 from kvraw import config
+from kvraw.cli.host_memory import host_memory, host_memory_row
 from kvraw.cli.limits import file_text, memory_limits
 from kvraw.engines import cpu
 from kvraw.errors import ArtifactError, DriverNotFoundError, KvrawError, UnsupportedDriverError
 from kvraw.ptx.loader import manifest, read_ptx
 from kvraw.runtime.driver import driver
+from kvraw.runtime.facts import device_node
 
 __all__ = ["examine", "rows"]
 
@@ -138,6 +140,7 @@ def _gpu(ptx: dict[str, Report], found: _Findings) -> Report:
             "memory_bytes": d.device_memory(number),
             "async_engines": engines,
             "maps_host_memory": bool(maps),
+            "numa_node": device_node(number),
             "ptx": fits,
         }
         out["devices"].append(device)
@@ -178,6 +181,10 @@ def examine() -> Report:
     if engines.get(variables.get(config.ENGINE.name, "")):
         name = variables[config.ENGINE.name]
         found.broken(f"{config.ENGINE.name} is {name}, but that engine cannot run", f"unset {config.ENGINE.name}")
+    try:
+        obtained = host_memory()
+    except ValueError as error:  # a variable, which is among the problems already
+        obtained = {"error": str(error)}
     memory = memory_limits()
     if memory["transparent_huge_pages"] == "never":
         found.better("transparent huge pages are off: pinning takes about three times as long", "set them to madvise")
@@ -192,6 +199,7 @@ def examine() -> Report:
         "engines": {name: {"runs": why is None, "why_not": why} for name, why in engines.items()},
         **host,
         "memory": memory,
+        "host_memory": obtained,
         "variables": variables,
         "problems": found.problems,
         "hints": found.hints,
@@ -215,8 +223,10 @@ def rows(report: Report) -> list[tuple[str, str]]:
     ]
     for x in r["devices"]:
         maps = "maps host memory" if x["maps_host_memory"] else "cannot map host memory"
+        node = "NUMA node unknown" if x["numa_node"] is None else f"NUMA node {x['numa_node']}"
         text = f"{x['name']}, compute {x['compute_capability']}, {x['multiprocessors']} SMs, {_size(x['memory_bytes'])}"
-        text += f", {x['async_engines']} copy engines, {maps}, takes {len(x['ptx'])} of {len(r['ptx'])} PTX artifacts"
+        text += f", {x['async_engines']} copy engines, {maps}, {node}"
+        text += f", takes {len(x['ptx'])} of {len(r['ptx'])} PTX artifacts"
         out.append((f"GPU {x['device']}", text))
     kinds = sorted({f".version {x['version']} .target {x['target']}" for x in r["ptx"].values()})
     sound = sum(not x["error"] for x in r["ptx"].values())
@@ -239,6 +249,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("locked memory", f"RLIMIT_MEMLOCK {lock}"),
         ("huge pages", f"transparent: {memory['transparent_huge_pages'] or 'not there'}; explicit: {pages}"),
         ("/dev/shm", shm),
+        ("host memory", host_memory_row(r["host_memory"])),
         ("variables", ", ".join(f"{k}={v}" for k, v in r["variables"].items()) or "no KVRAW_ variable is set"),
         *[("PROBLEM", f"{x['what']}; to change: {x['change']}") for x in r["problems"]],
         *[("hint", f"{x['what']}; to change: {x['change']}") for x in r["hints"]],

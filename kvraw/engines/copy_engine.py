@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from kvraw.arrays import I64, U64
 from kvraw.engines.operands import Operands
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.driver import CudaDriver, driver
-from kvraw.runtime.memory import boundaries
+from kvraw.runtime.register import boundaries
 
 __all__ = ["Descriptors", "describe", "enqueue", "merge", "split"]
 
@@ -74,24 +75,22 @@ def merge(d: Descriptors) -> Descriptors:
     return d
 
 
-def split(d: Descriptors, edges: U64) -> Descriptors:
-    """Cut copies where either side crosses an edge: one copy must not span two host registrations."""
-    if not len(edges) or not len(d):
-        return d
-    for side in ("src", "dst"):
-        at = getattr(d, side)
-        inside = np.searchsorted(edges, at + d.sizes, "left") - np.searchsorted(edges, at, "right")
-        if not inside.any():
+def split(d: Descriptors, find: Callable[[U64, U64], tuple[I64, U64]] = boundaries) -> Descriptors:
+    """Cut copies where either side crosses an edge: one copy must not span two host registrations.
+
+    `find` tells, for ranges, which ones are to be cut and where (`kvraw.runtime.register.boundaries`).
+    """
+    for at in ("src", "dst"):
+        start = getattr(d, at)
+        rows, cuts = find(start, d.sizes)
+        if not len(rows):
             continue
-        first = np.searchsorted(edges, at, "right")
-        pieces = inside + 1
-        owner = np.repeat(np.arange(len(d)), pieces)
-        rank = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        cut = edges[np.minimum(first[owner] + rank - 1, len(edges) - 1)]
-        begin = np.where(rank == 0, np.uint64(0), cut - at[owner])
-        end = np.append(begin[1:], np.uint64(0))
+        owner = np.concatenate([np.arange(len(d)), rows])
+        begin = np.concatenate([np.zeros(len(d), np.uint64), cuts - start[rows]])
+        order = np.lexsort((begin, owner))
+        owner, begin = owner[order], begin[order]
         last = np.append(owner[1:] != owner[:-1], True)
-        end = np.where(last, d.sizes[owner], end)
+        end = np.where(last, d.sizes[owner], np.append(begin[1:], np.uint64(0)))
         d = Descriptors(d.dst[owner] + begin, d.src[owner] + begin, end - begin)
     return d
 
@@ -104,7 +103,7 @@ def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None) -> st
     """
     if not len(d):
         return "nothing"
-    d = split(d, boundaries())
+    d = split(d)
     call = driver()
     if capturing is None:
         capturing = call.stream_capturing(stream)

@@ -140,11 +140,6 @@ class GpuPlan:
         whole = self._whole_chunks(call)
         if not whole[1]:
             barred.setdefault("staged", "no chunk is covered whole")
-        if whole[1] and "staged" not in barred:
-            try:
-                self._stage(state)
-            except PlacementError as error:
-                barred["staged"] = str(error)
         if self.ctas == 0:
             barred["kernel"] = barred["staged"] = "ctas=0 allows no kernel"
         named = "copy" if self.engine == "auto" and self.ctas == 0 else self.engine
@@ -154,6 +149,12 @@ class GpuPlan:
                 raise PlacementError(f"engine is {named!r}, but {barred[named]}")
             return Choice(named, "asked for", seconds[named] * 1e6)
         found = best({e: s for e, s in seconds.items() if e not in barred})
+        if found == "staged":
+            try:
+                self._stage(state)  # takes the device memory that it needs: only where it is to be used
+            except PlacementError as error:
+                barred["staged"] = str(error)
+                found = best({e: s for e, s in seconds.items() if e not in barred})
         others = [
             f"{e} {barred[e]}" if e in barred else f"{e} {s * 1e6:.0f} us" for e, s in seconds.items() if e != found
         ]

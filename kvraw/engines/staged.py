@@ -21,7 +21,7 @@ from kvraw.errors import PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
-from kvraw.runtime.memory import boundaries
+from kvraw.runtime.register import boundaries
 
 __all__ = ["StagedPlan"]
 
@@ -141,7 +141,9 @@ class StagedPlan:
                 driver().event_record(start, stream)
                 driver().stream_wait_event(copies, start)
             steps, slot = 0, None
-            places, edges = addresses.tolist(), boundaries()
+            places = addresses.tolist()
+            low, high = addresses.min(), addresses.max() + np.uint64(self._chunk_bytes)
+            plain = not len(boundaries(np.array([low]), np.array([high - low]))[0])
             group = max(1, self.chunks_per_slot)
             for chunk in range(first_chunk, first_chunk + chunks, group):
                 many = min(group, first_chunk + chunks - chunk)
@@ -154,7 +156,7 @@ class StagedPlan:
                         if side == 0:
                             self._pack(state, operation, piece, slot.address, index, chunk, many)
                         else:
-                            self._move(piece, slot.address, places[chunk : chunk + many], edges, copies)
+                            self._move(piece, slot.address, places[chunk : chunk + many], plain, copies)
                         if side == (0 if self._store else 1):
                             slot.hand_over(writer, reader)
                     slot.release(reader)
@@ -182,8 +184,8 @@ class StagedPlan:
         count = piece.count if chunks == 1 else chunks * self._per_chunk
         piece.kernel.enqueue(state, operation, src, dst, piece.first, count, link=False)
 
-    def _move(self, piece: _Slice, slot: int, addresses: list[int], edges: U64, stream: int) -> None:
-        """Enqueue the large copies of one slot, neighbours as one."""
+    def _move(self, piece: _Slice, slot: int, addresses: list[int], plain: bool, stream: int) -> None:
+        """Enqueue the large copies of one slot, neighbours as one; `plain`: no registration ends among the chunks."""
         d, size = driver(), piece.nbytes
         at, count = 0, len(addresses)
         copies = []
@@ -193,7 +195,7 @@ class StagedPlan:
                 end += 1
             copies.append((addresses[at] + piece.offset, slot + at * self._chunk_bytes, (end - at) * size))
             at = end
-        if len(copies) <= _FEW and not len(edges):
+        if plain and len(copies) <= _FEW:
             for host, device, nbytes in copies:
                 to, source = (host, device) if self._store else (device, host)
                 d.memcpy_async(to, source, nbytes, stream)

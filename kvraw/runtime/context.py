@@ -6,10 +6,10 @@ import threading
 import weakref
 from types import TracebackType
 
-from kvraw.errors import PlacementError
-from kvraw.runtime.driver import CudaDriver, driver
+from kvraw.errors import ForkError, PlacementError
+from kvraw.runtime.driver import CudaDriver, driver, driver_or_none
 
-__all__ = ["DeviceScope", "current_device"]
+__all__ = ["DeviceScope", "active_device", "current_device", "device_to_pin", "gpu_at_hand"]
 
 _lock = threading.Lock()
 # Primary contexts by device, retained for good.
@@ -20,6 +20,44 @@ def current_device() -> int | None:
     """Device of the calling thread's current context; None where no context is current."""
     d = driver()
     return d.context_device() if d.context_current() else None
+
+
+def active_device() -> int | None:
+    """Device of the current context, else the first one whose primary context exists; makes none."""
+    d = driver()
+    if d.context_current():
+        return d.context_device()
+    return next((k for k in range(d.device_count()) if d.primary_active(k)), None)
+
+
+def gpu_at_hand() -> bool:
+    """Whether this process can use a GPU."""
+    try:
+        return driver_or_none() is not None
+    except ForkError:  # a child that wants host memory alone may have it
+        return False
+
+
+def device_to_pin(device: int | None, pin: bool | None) -> int | None:
+    """The device in whose context host memory is to be pinned now; None: not now. Makes no context.
+
+    Raises
+    ------
+    PlacementError
+        It is to be pinned, but no device is named, and there is no context that somebody else asked for.
+    """
+    if pin is False:
+        return None
+    if device is not None:
+        if device < 0:
+            raise PlacementError(f"device is {device}, must be >= 0")
+        return device
+    if pin is None:
+        return current_device() if gpu_at_hand() else None
+    found = active_device()
+    if found is None:
+        raise PlacementError("pin is True, but no device is named and no CUDA context exists; pass device=")
+    return found
 
 
 def _primary_context(d: CudaDriver, device: int) -> int:

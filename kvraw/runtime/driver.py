@@ -103,6 +103,10 @@ class CudaDriver:
         """Bytes of memory of a device."""
         return int(self._do("cuDeviceTotalMem", self._device(device)))
 
+    def device_pci_address(self, device: int) -> str:
+        """PCI address of a device, such as ``0000:18:00.0``."""
+        return str(self._do("cuDeviceGetPCIBusId", 32, self._device(device)).split(b"\0")[0].decode())
+
     def _device(self, device: int) -> Any:
         return self._do("cuDeviceGet", device)
 
@@ -129,6 +133,10 @@ class CudaDriver:
     def primary_release(self, device: int) -> None:
         """Release what `primary_retain` took."""
         self._do("cuDevicePrimaryCtxRelease", self._device(device))
+
+    def primary_active(self, device: int) -> bool:
+        """Whether the primary context of a device exists; makes none."""
+        return bool(self._do("cuDevicePrimaryCtxGetState", self._device(device))[1])
 
     # memory
 

@@ -23,15 +23,22 @@ Settle = Callable[[], Exception | None]
 class Completion:
     """One enqueued operation: its event, what must outlive it, and what is to happen once it is over."""
 
-    __slots__ = ("__weakref__", "_books", "_event", "_lock", "_refs", "_settle", "error")
+    __slots__ = ("__weakref__", "_books", "_event", "_lock", "_refs", "_settle", "error", "stream")
 
-    def __init__(self, books: InFlight, event: int | None, refs: object, settle: list[Settle]) -> None:
+    def __init__(
+        self, books: InFlight, event: int | None, refs: object, settle: list[Settle], stream: int | None = None
+    ) -> None:
+        self.stream = stream
         self._books = books
         self._event = event
         self._refs = refs
         self._settle = settle
         self._lock = books.settle_lock
         self.error: Exception | None = None
+
+    def __repr__(self) -> str:
+        where = "" if self.stream is None else f" on stream {self.stream:#x}"
+        return f"transfer{where}, " + ("over" if self._event is None else f"event {self._event:#x}")
 
     def done(self) -> bool:
         """Whether the operation is over; settles it if so."""
@@ -136,7 +143,7 @@ class Operation:
             self.enqueued.append(self.stream)
             self.abort()
             raise
-        completion = Completion(self._books, self._event, refs, self._reports + self._settle)
+        completion = Completion(self._books, self._event, refs, self._reports + self._settle, self.stream)
         self._books.admit(completion)
         return completion
 

@@ -1,25 +1,16 @@
-"""Device memory, pinned memory, and host memory registered in place."""
+"""Device memory and pinned memory; where an address lies."""
 
 from __future__ import annotations
 
-import bisect
-import contextlib
-import itertools
-import threading
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 
-import numpy as np
-import numpy.typing as npt
-
-from kvraw.errors import BoundsError, ClosedError, DriverError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
+from kvraw.runtime.owner import Owner
+from kvraw.runtime.register import Registration as Registration
 
-__all__ = ["DeviceBuffer", "PinnedBuffer", "Registration", "Where", "boundaries", "locate"]
-
-REGISTER_STEP = 64 << 30  # one registration of 512 GiB or more fails on r580; stay well below
+__all__ = ["DeviceBuffer", "PinnedBuffer", "Registration", "Where", "locate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,36 +51,6 @@ def locate(address: int, nbytes: int) -> Where:
     return Where(None, info.device_address)
 
 
-class _Owner:
-    """What has an address, a size and a finalizer; closing is idempotent."""
-
-    address: int
-    nbytes: int
-    _finalizer: weakref.finalize  # type: ignore[type-arg]
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed."""
-        return not self._finalizer.alive
-
-    def close(self) -> None:
-        """Give it back. Idempotent."""
-        self._finalizer()
-
-    def require_open(self) -> None:
-        """Raise `ClosedError` where it was closed."""
-        if self.closed:
-            raise ClosedError(f"the {type(self).__name__} at {self.address:#x} is closed")
-
-    def __enter__(self) -> _Owner:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 def _free_device(known: weakref.ref[CudaDriver], device: int, address: int) -> None:
     d = driver_if(known)
     if d is not None:
@@ -97,7 +58,7 @@ def _free_device(known: weakref.ref[CudaDriver], device: int, address: int) -> N
             d.mem_free(address)
 
 
-class DeviceBuffer(_Owner):
+class DeviceBuffer(Owner):
     """`nbytes` of device memory, freed on close (the driver waits for the device then)."""
 
     def __init__(self, nbytes: int, device: int) -> None:
@@ -120,7 +81,7 @@ def _free_pinned(known: weakref.ref[CudaDriver], device: int, address: int) -> N
             d.host_free(address)
 
 
-class PinnedBuffer(_Owner):
+class PinnedBuffer(Owner):
     """`nbytes` of page-locked host memory from the driver, with the address at which a device sees it."""
 
     def __init__(self, nbytes: int, device: int) -> None:
@@ -134,107 +95,3 @@ class PinnedBuffer(_Owner):
             except BaseException:
                 self.close()
                 raise
-
-
-_lock = threading.Lock()
-# What kvraw registered with each driver: (address, end), sorted.
-_ranges: weakref.WeakKeyDictionary[CudaDriver, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
-_stuck: list[tuple[list[tuple[int, int]], object]] = []
-
-
-def _unregister(
-    known: weakref.ref[CudaDriver], device: int, pieces: list[tuple[int, int]], owner: object = None
-) -> None:
-    mine = tuple(pieces)
-    d = driver_if(known)
-    failed: Exception | None = None
-    left: list[tuple[int, int]] = []
-    if d is not None:
-        try:
-            with DeviceScope(device):
-                while pieces:
-                    try:
-                        d.host_unregister(pieces[-1][0])
-                    except DriverError as error:
-                        failed = failed or error
-                        left.append(pieces[-1])
-                    pieces.pop()
-        except DriverError as error:
-            failed = error
-            left += pieces
-    with _lock:
-        # A range that the driver would not let go must stay mapped: its address would be taken for registered memory.
-        if left:
-            _stuck.append((left, owner))
-        if d is not None:
-            gone = {piece for piece in mine if piece not in left}
-            _ranges[d] = [r for r in _ranges.get(d, []) if r not in gone]
-    if failed is not None:
-        raise failed
-
-
-def _register(d: CudaDriver, piece: tuple[int, int], pieces: list[tuple[int, int]]) -> None:
-    begin, end = piece
-    with _lock:
-        ranges = _ranges.setdefault(d, [])
-        near = bisect.bisect_left(ranges, piece)
-        for other in ranges[max(near - 1, 0) : near + 1]:
-            if other[0] < end and begin < other[1]:
-                raise BoundsError(
-                    f"address {begin:#x}, {end - begin} bytes overlaps the registration of {other[0]:#x}, "
-                    f"{other[1] - other[0]} bytes"
-                )
-        d.host_register(begin, end - begin)
-        bisect.insort(ranges, piece)
-        pieces.append(piece)
-
-
-def boundaries() -> npt.NDArray[np.uint64]:
-    """Addresses, ascending, where one registration of ours ends and the next begins: no copy may span them."""
-    d = driver()
-    with _lock:
-        ranges = _ranges.get(d, [])
-        return np.array([a[1] for a, b in itertools.pairwise(ranges) if a[1] == b[0]], np.uint64)
-
-
-class Registration(_Owner):
-    """Host memory pinned in place, in steps, rolled back whole where a step fails.
-
-    Parameters
-    ----------
-    address, nbytes : int
-        The range. It is borrowed, and must stay mapped until `close`.
-    device : int
-        A device, in whose context the memory is registered; every device can use it.
-    step : int
-        Bytes per registration.
-    owner : object, optional
-        Kept alive until the memory is unregistered.
-
-    Raises
-    ------
-    BoundsError
-        The range overlaps one that is registered already.
-    DriverError
-        The driver refused; nothing stays registered.
-    """
-
-    def __init__(self, address: int, nbytes: int, device: int, step: int = REGISTER_STEP, owner: object = None) -> None:
-        if nbytes <= 0:
-            raise BoundsError(f"nbytes is {nbytes}, must be positive")
-        self.address, self.nbytes, self.device = address, nbytes, device
-        pieces: list[tuple[int, int]] = []
-        d = driver()
-        self._finalizer = weakref.finalize(self, _unregister, weakref.ref(d), device, pieces, owner)
-        try:
-            with DeviceScope(device):
-                for at in range(address, address + nbytes, step):
-                    _register(d, (at, min(at + step, address + nbytes)), pieces)
-                shifts = {d.host_device_address(at) - at for at, _ in pieces}
-                if len(shifts) > 1:
-                    raise DriverError("CUDA_ERROR_NOT_MAPPED", 211, "cuMemHostGetDevicePointer", "pieces lie apart")
-        except BaseException:
-            with contextlib.suppress(DriverError):
-                self.close()
-            raise
-        self.device_address = address + shifts.pop()

@@ -1,48 +1,52 @@
-"""A pool of host memory for chunks: mapped with transparent huge pages, pinned where there is a GPU."""
+"""Chunks of host memory: handed out, given back, and reused once no transfer uses them."""
 
 from __future__ import annotations
 
-import bisect
-import contextlib
-import logging
-import mmap
-import threading
+import time
+from collections import deque
 from collections.abc import Iterable
-from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.errors import BoundsError, ClosedError, ForkError
-from kvraw.runtime.context import current_device
-from kvraw.runtime.driver import driver, driver_or_none, usable_here
-from kvraw.runtime.inflight import Completion
-from kvraw.runtime.memory import Registration
+from kvraw.errors import BoundsError, ClosedError, HostMemoryError
+from kvraw.runtime.buffer import HostBuffer
+from kvraw.runtime.host_map import HostMemory, HostOptions
+from kvraw.runtime.suballoc import Arena
 
 __all__ = ["HostChunk", "HostPool"]
 
-_log = logging.getLogger("kvraw")
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
-
-
-def _gpu_at_hand() -> bool:
-    try:
-        return driver_or_none() is not None
-    except ForkError:  # a child that wants host memory alone may have it
-        return False
-
 
 class HostChunk:
-    """`nbytes` of a pool. `free` gives them back; the pool must be open for any use of the address."""
+    """`nbytes` of a pool. `free` gives them back; the pool must be open for any use of the address.
 
-    __slots__ = ("__weakref__", "address", "nbytes", "pool")
+    Other libraries take it as an array of bytes: through DLPack, the array interface or ``memoryview(chunk.numpy())``;
+    what they make of it keeps the pool's memory mapped.
+    """
+
+    __slots__ = ("__weakref__", "address", "freed", "nbytes", "pool")
 
     def __init__(self, pool: HostPool, address: int, nbytes: int) -> None:
         self.pool, self.address, self.nbytes = pool, address, nbytes
+        self.freed = False
 
     def numpy(self, dtype: npt.DTypeLike = np.uint8) -> np.ndarray:
-        """The chunk as a 1-D array; it keeps the pool's memory alive."""
+        """The chunk as a 1-D array; it keeps the pool's memory alive, but not the chunk from being handed out again."""
+        if self.freed:
+            self.pool.require_open()
+            raise ClosedError(f"{self!r} was given back to its pool")
         return self.pool.view(self.address, self.nbytes).view(dtype)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return dict(self.numpy().__array_interface__)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.numpy().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # plain CPU memory
 
     def free(self) -> None:
         """Give the chunk back to the pool.
@@ -58,7 +62,7 @@ class HostChunk:
         return f"HostChunk({self.address:#x}, {self.nbytes} bytes)"
 
 
-class HostPool:
+class HostPool(HostBuffer):
     """Host memory for chunks, page-aligned and of exactly the size asked for (rounded up to whole pages).
 
     Parameters
@@ -70,106 +74,136 @@ class HostPool:
     pin : bool, optional
         True: pin, or raise. False: do not pin. None, the default: pin now where a device was named or a CUDA context is
         current, else at the pool's first use by a GPU transfer; a pool never creates a context that nobody asked for.
+    options : HostOptions, optional
+        Where the memory comes from, and how it is made ready.
+    limit : int, optional
+        Most bytes handed out at a time, chunks rounded up to 4096; can be changed later.
 
     Raises
     ------
-    MemoryError
-        The memory cannot be mapped, or a chunk does not fit.
+    HostMemoryError
+        The memory is not to be had, or a chunk does not fit. It is a MemoryError.
     DriverNotFoundError, DriverError
-        It was to be pinned and cannot be; nothing is left mapped.
+        It was to be pinned and cannot be; nothing is left mapped or registered.
     """
 
     ALIGNMENT = 4096
+    limit: int | None
 
-    def __init__(self, nbytes: int, *, device: int | None = None, pin: bool | None = None) -> None:
-        if nbytes <= 0:
-            raise BoundsError(f"nbytes is {nbytes}, must be positive")
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError) as error:
-            raise MemoryError(f"cannot map {self.nbytes} bytes of host memory: {error}") from error
-        self.huge_pages = "refused"
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            self.huge_pages = "transparent"
-        self._memory = memory
-        self._bytes = np.frombuffer(memory, np.uint8)  # the last view of it unmaps the memory
-        self.address = int(self._bytes.ctypes.data)
-        self._lock = threading.Lock()
-        self._holes: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, size), sorted, never adjacent
-        self._live: dict[int, int] = {}  # offset -> size
-        self._busy: list[Completion] = []
-        self._registration: Registration | None = None
-        self._closed = False
-        if device is None:
-            device = 0 if pin else current_device() if pin is None and _gpu_at_hand() else None
-        if device is not None and pin is not False:
-            self.pin(device)
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        device: int | None = None,
+        pin: bool | None = None,
+        options: HostOptions | None = None,
+        limit: int | None = None,
+    ) -> None:
+        if limit is not None and limit < 0:
+            raise BoundsError(f"limit is {limit}, must be >= 0")
+        super().__init__(nbytes, device=device, pin=pin, options=options)
+        self.limit = limit
 
-    # pinning
+    def _adopt(self, memory: HostMemory, target: int | None, options: HostOptions) -> None:
+        self.limit = None
+        self._arena = Arena()
+        self._waiting: deque[tuple[int, int]] = deque()  # (sequence of the last operation before the free, offset)
+        self._waiting_bytes = 0
+        self._allocations = self._frees = self._failures = self._peak = 0
+        self._start_offset = -memory.address % self.ALIGNMENT  # of borrowed memory
+        super()._adopt(memory, target, options)
 
     @property
-    def pinned(self) -> bool:
-        """Whether the memory is registered with the driver."""
-        return self._registration is not None
+    def _noun(self) -> str:
+        return "pool"
 
-    @property
-    def device_shift(self) -> int:
-        """What to add to an address of the pool for the address at which a GPU sees it."""
-        if self._registration is None:
-            raise ClosedError("the pool is closed" if self._closed else "the pool is not pinned")
-        return self._registration.device_address - self.address
+    def _extend(self, ready: int) -> None:
+        start = max(self._ready, self._start_offset)
+        super()._extend(ready)
+        end = ready // self.ALIGNMENT * self.ALIGNMENT if ready < self.nbytes else ready
+        self._ready = end
+        if end > start:
+            self._arena.extend(start, end - start)
 
-    def pin(self, device: int) -> None:
-        """Populate the memory and register it with the driver, in a context of this device. Idempotent."""
-        self.require_open()
-        if self._registration is not None:
-            return
-        with self._lock:
-            if self._registration is None:
-                driver()  # before the work of populating
-                memory = self._memory
-                try:
-                    memory.madvise(_MADV_POPULATE_WRITE)
-                except (OSError, AttributeError):
-                    self._bytes[:: mmap.PAGESIZE] |= 0
-                self._registration = Registration(self.address, self.nbytes, device, owner=memory)
+    def _settle(self) -> None:
+        """Give the arena back what was freed before operations that are all over by now. The lock is held."""
+        super()._settle()
+        over = self._busy[0][0] if self._busy else self._sequence + 1
+        while self._waiting and self._waiting[0][0] < over:
+            _, offset = self._waiting.popleft()
+            self._waiting_bytes -= self._arena.size_of(offset)
+            self._arena.give(offset)
 
-    # chunks
-
-    def chunks(self, count: int, nbytes: int) -> list[HostChunk]:
+    def chunks(self, count: int, nbytes: int, *, timeout: float = 0.0) -> list[HostChunk]:
         """`count` chunks of `nbytes` each, aligned to 4096 bytes; all or none.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait for memory that was freed and is still used by transfers, and for a pool that grows.
 
         Raises
         ------
-        MemoryError
-            They do not fit; says what was asked for, what is free and the largest hole.
+        HostMemoryError
+            They do not fit; says what was asked for, what is free and the largest hole. It is a MemoryError.
         """
         self.require_open()
         if count < 0 or nbytes <= 0:
             raise BoundsError(f"count is {count}, nbytes {nbytes}: must be >= 0 and > 0")
         size = -(-nbytes // self.ALIGNMENT) * self.ALIGNMENT
-        out: list[HostChunk] = []
-        with self._lock:
-            for _ in range(count):
-                at = next((i for i, (_, hole) in enumerate(self._holes) if hole >= size), None)
-                if at is None:
-                    for chunk in out:
-                        self._give_back(chunk.address - self.address)
-                    holes = [h for _, h in self._holes]
-                    raise MemoryError(
-                        f"the pool cannot give {count} chunks of {nbytes} bytes: {sum(holes)} of {self.nbytes} bytes "
-                        f"are free, the largest hole is {max(holes, default=0)}"
-                    )
-                offset, hole = self._holes[at]
-                self._holes[at : at + 1] = [(offset + size, hole - size)] if hole > size else []
-                self._live[offset] = size
-                out.append(HostChunk(self, self.address + offset, nbytes))
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                found = self._take(count, size)
+                if found is None and self._waiting:
+                    self._settle()
+                    found = self._take(count, size)
+                if found is not None:
+                    self._allocations += count
+                    self._peak = max(self._peak, self._in_use())
+                    return [HostChunk(self, self.address + offset, nbytes) for offset in found]
+                growing = self._growth is not None and self._growth.running
+                if not (self._waiting or growing) or time.monotonic() >= deadline:
+                    self._failures += 1
+                    raise HostMemoryError(self._shortage(count, nbytes, size, growing))
+            time.sleep(200e-6)
+            self.require_open()
+
+    def _in_use(self) -> int:
+        return self._arena.used - self._waiting_bytes
+
+    def _take(self, count: int, size: int) -> list[int] | None:
+        arena = self._arena
+        if count * size > arena.free or (self.limit is not None and self._in_use() + count * size > self.limit):
+            return None
+        out: list[int] = []
+        for _ in range(count):
+            offset = arena.take(size)
+            if offset is None:
+                for taken in out:
+                    arena.give(taken)
+                return None
+            out.append(offset)
         return out
 
+    def _shortage(self, count: int, nbytes: int, size: int, growing: bool) -> str:
+        text = (
+            f"the pool cannot give {count} chunks of {nbytes} bytes: {self._arena.free} of {self.nbytes} bytes are "
+            f"free, the largest hole is {self._arena.largest_hole}"
+        )
+        if self._waiting:
+            text += f"; {self._waiting_bytes} bytes were freed but {len(self._busy)} transfers may still use them"
+        if self.limit is not None and self._in_use() + count * size > self.limit:
+            text += f"; the limit is {self.limit} bytes, of which {self._in_use()} are handed out"
+        if self._ready < self.nbytes:
+            error = self._growth.error if self._growth is not None else None
+            text += f"; {self._ready} bytes are ready" + (
+                ", the pool still grows" if growing else f", growing ended: {error or 'stopped'}"
+            )
+        return text
+
     def free(self, chunks: Iterable[HostChunk]) -> None:
-        """Give chunks back, in any order.
+        """Give chunks back, in any order. What transfers may still use is handed out again once they are over.
 
         Raises
         ------
@@ -178,76 +212,37 @@ class HostPool:
         """
         self.require_open()
         with self._lock:
+            self._settle()
+            last = self._busy[-1][0] if self._busy else 0
             for chunk in chunks:
-                if chunk.pool is not self or chunk.address - self.address not in self._live:
+                offset = chunk.address - self.address
+                if chunk.pool is not self or chunk.freed or not self._arena.holds(offset):
                     raise ValueError(f"{chunk!r} is not a live chunk of this pool (freed twice?)")
-                self._give_back(chunk.address - self.address)
-
-    def _give_back(self, offset: int) -> None:
-        size = self._live.pop(offset)
-        at = bisect.bisect_left(self._holes, (offset, 0))
-        if at < len(self._holes) and self._holes[at][0] == offset + size:
-            size += self._holes.pop(at)[1]
-        if at and sum(self._holes[at - 1]) == offset:
-            offset, before = self._holes.pop(at - 1)
-            size, at = size + before, at - 1
-        self._holes.insert(at, (offset, size))
-
-    def view(self, address: int, nbytes: int) -> np.ndarray:
-        """Bytes of the pool as an array; it keeps the memory alive."""
-        self.require_open()
-        offset = address - self.address
-        if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            raise BoundsError(f"address {address:#x} with {nbytes} bytes lies outside the pool")
-        return self._bytes[offset : offset + nbytes]
+                chunk.freed = True
+                self._frees += 1
+                if last:
+                    self._waiting.append((last, offset))
+                    self._waiting_bytes += self._arena.size_of(offset)
+                else:
+                    self._arena.give(offset)
 
     def info(self) -> dict[str, object]:
-        """What was really obtained: size, pinned or not, huge pages, chunks, bytes free, largest hole."""
+        """What was really obtained, see `HostBuffer.info`; and of chunks: how many are handed out, what is free.
+
+        ``waiting`` are bytes that were freed and that transfers may still use.
+        """
         with self._lock:
-            holes = [h for _, h in self._holes]
-            return {
-                "nbytes": self.nbytes,
-                "pinned": self.pinned,
-                "huge_pages": self.huge_pages,
-                "chunks": len(self._live),
-                "free": sum(holes),
-                "largest_hole": max(holes, default=0),
-                "closed": self._closed,
+            if not self._closed and not self._forked:
+                self._settle()
+            return super().info() | {
+                "chunks": len(self._arena) - len(self._waiting),
+                "used": self._in_use(),
+                "free": self._arena.free,
+                "waiting": self._waiting_bytes,
+                "largest_hole": self._arena.largest_hole,
+                "peak": self._peak,
+                "limit": self.limit,
+                "allocations": self._allocations,
+                "frees": self._frees,
+                "failures": self._failures,
             }
-
-    # lifetime
-
-    def borrow(self, completion: Completion) -> None:
-        """Note an operation that uses this pool; `close` waits for it."""
-        with self._lock:
-            if len(self._busy) > 64:
-                self._busy = [c for c in self._busy if not c.done()]
-            self._busy.append(completion)
-
-    def close(self) -> None:
-        """Wait for the transfers that use the pool, unpin it, and drop the memory once no view needs it. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        if usable_here():
-            for completion in self._busy:
-                completion.wait()
-        self._busy = []
-        if self._registration is not None:
-            self._registration.close()
-            self._registration = None
-        self._bytes = np.empty(0, np.uint8)
-
-    def require_open(self) -> None:
-        """Raise `ClosedError` where the pool was closed."""
-        if self._closed:
-            raise ClosedError("the pool is closed")
-
-    def __enter__(self) -> HostPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

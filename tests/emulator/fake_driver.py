@@ -146,6 +146,12 @@ class FakeDriver(FakeStreams):
     def device_memory(self, device: int) -> int:
         return 1 << 30
 
+    def device_pci_address(self, device: int) -> str:
+        return f"0000:0{device}:00.0"
+
+    def primary_active(self, device: int) -> bool:
+        return 0x100 + device in self._contexts
+
     def context_current(self) -> int:
         stack = self._stack()
         return stack[-1] if stack else 0

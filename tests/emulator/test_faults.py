@@ -18,7 +18,8 @@ from tests.helpers.backends import device_ids
 from tests.helpers.world import World
 
 RESULT = "CUDA_ERROR_OUT_OF_MEMORY"
-QUERIES = {"version", "device_count", "batch_supported"}  # asked where an answer is already known, or before anything
+# Asked where an answer is already known, or before anything.
+QUERIES = {"version", "device_count", "device_name", "batch_supported"}
 GIVING_BACK = {"host_unregister", "host_free", "mem_free", "stream_destroy", "event_destroy"}
 
 

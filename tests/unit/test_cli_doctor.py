@@ -53,6 +53,36 @@ def test_doctor_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(keys.split()) <= set(report)
 
 
+def test_doctor_tells_what_memory_it_got(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path("/dev/shm").iterdir())
+    _, report = doctor_json(capsys)
+    memory = report["host_memory"]
+    assert memory["kinds"]["anonymous"] is None
+    assert memory["sample"]["pinned"] is False
+    assert memory["sample"]["nbytes"] == 8 << 20
+    assert set(memory["kinds"]) == {"anonymous", "huge-2MiB", "huge-1GiB", "shared"}
+    for why in (memory["kinds"]["huge-2MiB"], memory["kinds"]["huge-1GiB"]):
+        assert why is None or "to change: " in why
+    assert memory["populate_threads"] >= 1
+    assert main(["doctor"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("host memory"))
+    assert "transparent huge pages obtained" in row
+    assert sorted(Path("/dev/shm").iterdir()) == before
+
+
+def test_doctor_where_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    def refused(*args: object, **options: object) -> int:
+        raise OSError(1, "refused")
+
+    for call in ("map_anonymous", "map_file", "bind", "advise"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"kvraw.runtime.libc.{call}", refused)
+            main(["doctor"])
+        assert "host memory" in capsys.readouterr().out
+
+
 def test_doctor_text(capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()

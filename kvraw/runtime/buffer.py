@@ -1,0 +1,399 @@
+"""Host memory of any kind with what is done to it: populated, pinned, used by transfers, given back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+
+from kvraw import config
+from kvraw.errors import (
+    BoundsError,
+    ClosedError,
+    ForkError,
+    PlacementError,
+    TransferTimeoutError,
+)
+from kvraw.runtime.context import device_to_pin, gpu_at_hand
+from kvraw.runtime.driver import driver, usable_here
+from kvraw.runtime.facts import HostFacts, observe
+from kvraw.runtime.host_map import HostMemory, HostOptions, attach_memory, borrow_memory, obtain_memory
+from kvraw.runtime.inuse import InUse
+from kvraw.runtime.populate import populate_threads
+from kvraw.runtime.prepare import Growth, Preparation
+from kvraw.runtime.register import Registration, give_up
+
+__all__ = ["HostBuffer"]
+
+B = TypeVar("B", bound="HostBuffer")
+
+_DEFAULTS = HostOptions()
+_live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+
+
+class HostBuffer(InUse):
+    """One range of host memory, page-aligned and of exactly the size asked for (rounded up to whole pages).
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes.
+    device : int, optional
+        Pin the memory for the GPUs, in a context of this device.
+    pin : bool, optional
+        True: pin, or raise. False: do not pin. None, the default: pin now where a device was named or a CUDA context is
+        current, else at the first use by a GPU transfer; no context is ever created that nobody asked for.
+    options : HostOptions, optional
+        Where the memory comes from, and how it is made ready.
+
+    Attributes
+    ----------
+    address, nbytes : int
+        The range.
+
+    Raises
+    ------
+    HostMemoryError
+        The memory is not to be had. It is a MemoryError.
+    DriverNotFoundError, DriverError
+        It was to be pinned and cannot be; nothing is left mapped or registered.
+    """
+
+    def __init__(
+        self, nbytes: int, *, device: int | None = None, pin: bool | None = None, options: HostOptions | None = None
+    ) -> None:
+        if nbytes <= 0:
+            raise BoundsError(f"nbytes is {nbytes}, must be positive")
+        chosen = options or _DEFAULTS
+        target = device_to_pin(device, pin)
+        if target is not None:
+            driver()  # before the work of populating
+        if chosen.kind == "pinned":
+            if pin is False:
+                raise ValueError("pin is False, but kind is 'pinned'")
+            if target is None and gpu_at_hand():
+                raise PlacementError("kind is 'pinned', but no device is named and no context is current; pass device=")
+        self._adopt(obtain_memory(nbytes, chosen, target if device is None else device, target), target, chosen)
+
+    @classmethod
+    def from_pointer(
+        cls: type[B], address: int, nbytes: int, *, device: int | None = None, pin: bool | None = None,
+        owner: object = None, step_bytes: int | None = None,
+    ) -> B:  # fmt: skip
+        """Memory that somebody else allocated, borrowed, and registered in place where it is to be pinned.
+
+        Parameters
+        ----------
+        owner : object, optional
+            Kept alive as long as the memory is in use.
+        """
+        self = cls.__new__(cls)
+        memory = borrow_memory(address, nbytes, owner)
+        self._adopt(memory, device_to_pin(device, pin), HostOptions(step_bytes=step_bytes))
+        return self
+
+    @classmethod
+    def attach(
+        cls: type[B], name: str, nbytes: int | None = None, *, device: int | None = None, pin: bool | None = None
+    ) -> B:
+        """Shared memory that another process created; it is never unlinked from here.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is none of that name.
+        BoundsError
+            It is smaller than `nbytes`.
+        """
+        self = cls.__new__(cls)
+        target = device_to_pin(device, pin)
+        self._adopt(attach_memory(name, nbytes), target, _DEFAULTS)
+        return self
+
+    def _adopt(self, memory: HostMemory, target: int | None, options: HostOptions) -> None:
+        self.address, self.nbytes = memory.address, memory.nbytes
+        self._memory, self._options = memory, options
+        self._bytes = memory.array()  # the last view of it gives the memory back
+        InUse.__init__(self)
+        self._pin_lock = threading.RLock()
+        self._preparation: Preparation | None = None
+        self._growth: Growth | None = None
+        self._facts: HostFacts | None = None
+        self._ready = 0
+        self._closed = self._gone = False
+        self._forked = False
+        _live.add(self)
+        try:
+            self._start(target)
+        except BaseException:
+            self._closed = self._gone = True
+            self._bytes = np.empty(0, np.uint8)
+            memory.discard()
+            raise
+
+    # making it ready
+
+    def _start(self, target: int | None) -> None:
+        options, memory = self._options, self._memory
+        if memory.kind == "pinned" or (target is None and not options.populate):
+            self._extend(self.nbytes)
+            return
+        if not options.grow:
+            # Shared memory of another process may be in use already.
+            self._prepare(target, fresh=memory.segment is None or memory.segment.owned, extend=True)
+            return
+        self._preparation = self._plan(target, options.first_bytes, fresh=True)
+        try:
+            while self._ready < min(options.first_bytes, self.nbytes):
+                self._publish(self._preparation.advance())
+            if self._preparation.over:
+                self._preparation.stop()
+            else:
+                self._growth = Growth(self._preparation, weakref.WeakMethod(self._publish))
+        except BaseException:
+            self._preparation.stop()
+            self._roll_back()
+            raise
+
+    def _plan(self, device: int | None, first: int, fresh: bool) -> Preparation:
+        options, memory = self._options, self._memory
+        page = {"huge-2MiB": 2 << 20, "huge-1GiB": 1 << 30}.get(memory.kind, 4096 if memory.owned else 1)
+        step, first = (-(-n // page) * page for n in (options.step_bytes or config.REGISTER_BYTES.get(), first))
+        threads = (options.threads or populate_threads()) if memory.owned else 0
+        return Preparation(
+            memory, device, first=first, step=step, threads=threads, fresh=fresh, alone=fresh and options.grow
+        )
+
+    def _prepare(self, device: int | None, *, fresh: bool, extend: bool) -> None:
+        """All of it, now; rolled back where a step fails."""
+        preparation = self._preparation = self._plan(
+            device, self._options.step_bytes or config.REGISTER_BYTES.get(), fresh
+        )
+        made: list[Registration] = []
+        try:
+            while not preparation.over:
+                registration = preparation.advance()
+                if registration is not None:
+                    made.append(registration)
+                self._report(preparation.reached)
+        except BaseException:
+            preparation.stop()
+            with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                give_up(made)
+            self._memory.shift = None
+            raise
+        preparation.stop()
+        self._memory.registrations += made
+        self._memory.hide_from_children(bool(made))
+        self._facts = None
+        if extend:
+            self._extend(self.nbytes)
+
+    def _publish(self, registration: Registration | None) -> None:
+        """A step of a growing buffer is ready."""
+        assert self._preparation is not None
+        with self._lock:
+            if self._closed:
+                if registration is not None:
+                    registration.close()
+                raise ClosedError("the buffer was closed while it grew")
+            if registration is not None:
+                self._memory.registrations.append(registration)
+                self._memory.hide_from_children(True)
+            self._facts = None
+            self._extend(self._preparation.reached)
+        self._report(self._preparation.reached)
+
+    def _report(self, reached: int) -> None:
+        if self._options.progress is not None:
+            self._options.progress(reached, self.nbytes)
+
+    def _extend(self, ready: int) -> None:
+        """The first `ready` bytes may be used."""
+        self._ready = ready
+
+    def _roll_back(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            give_up(self._memory.registrations)
+        if self._memory.kind != "pinned":
+            self._memory.shift = None
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes from the beginning that may be used; less than `nbytes` only while it grows, or where that failed."""
+        return self._ready
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until a growing buffer is ready as a whole.
+
+        Raises
+        ------
+        TransferTimeoutError
+            It is not after `timeout` seconds.
+        HostMemoryError, DriverError
+            Growing failed; the bytes that are ready stay usable.
+        """
+        growth = self._growth
+        if growth is not None:
+            if not growth.join(timeout):
+                raise TransferTimeoutError(f"{self._ready} of {self.nbytes} bytes are ready after {timeout} s")
+            if growth.error is not None:
+                raise growth.error.with_traceback(None)
+        self.require_open()
+
+    # pinning
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every byte that may be used is known to the driver as pinned."""
+        return bool(self._memory.registrations) or (self._memory.kind == "pinned" and not self._closed)
+
+    @property
+    def device_shift(self) -> int:
+        """What to add to an address of the memory for the address at which a GPU sees it."""
+        if not self.pinned or self._memory.shift is None:
+            raise ClosedError(f"the {self._noun} is {'closed' if self._closed else 'not pinned'}")
+        return self._memory.shift
+
+    def pin(self, device: int) -> None:
+        """Populate the memory and register it with the driver, in a context of this device. Idempotent.
+
+        Where a step fails, the memory stays as it was, and unpinned.
+        """
+        self.require_open()
+        if self.pinned:
+            return
+        with self._pin_lock:
+            if not self.pinned:
+                driver()
+                if self._growth is not None:
+                    self.wait_ready()
+                self._prepare(device, fresh=False, extend=False)
+
+    # use
+
+    def view(self, address: int, nbytes: int) -> np.ndarray:
+        """Bytes of the memory as an array; it keeps the memory alive, also after `close`."""
+        self.require_open()
+        offset = address - self.address
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise BoundsError(f"address {address:#x} with {nbytes} bytes lies outside the {self._noun}")
+        return self._bytes[offset : offset + nbytes]
+
+    @property
+    def name(self) -> str | None:
+        """Name of shared memory, for `attach`; else None."""
+        return None if self._memory.segment is None else self._memory.segment.name
+
+    def info(self) -> dict[str, object]:
+        """What was really obtained, and what became of it; sizes in bytes.
+
+        ``huge_page_bytes`` and ``nodes`` are the kernel's own account, looked up once after each change of state (None
+        where it gives none); ``degraded`` lists what was asked for and not obtained.
+        """
+        memory = self._memory
+        with self._lock:
+            if self._facts is None and not self._closed and not self._forked:
+                found = observe(self.address, self.nbytes)
+                self._facts = found if self._growth is None or not self._growth.running else None
+            else:
+                found = self._facts or HostFacts()
+            growth, preparation = self._growth, self._preparation
+            return {
+                "nbytes": self.nbytes,
+                "kind": memory.kind,
+                "name": self.name,
+                "pinned": self.pinned,
+                "pinned_bytes": self.nbytes
+                if memory.kind == "pinned" and not self._closed
+                else sum(r.nbytes for r in self._memory.registrations),
+                "registrations": len(self._memory.registrations),
+                "huge_pages": memory.huge_pages,
+                "huge_page_bytes": found.huge_bytes,
+                "node": memory.node,
+                "nodes": found.nodes,
+                "degraded": list(memory.degraded),
+                "ready_bytes": self._ready,
+                "growing": growth is not None and growth.running,
+                "growth_error": None if growth is None or growth.error is None else str(growth.error),
+                "populate_seconds": None if preparation is None else preparation.populate_seconds,
+                "register_seconds": None if preparation is None else preparation.register_seconds,
+                "in_flight": len(self._busy),
+                "closed": self._closed,
+            }
+
+    # lifetime
+
+    @property
+    def _noun(self) -> str:
+        return "buffer"
+
+    def close(self, timeout: float | None = 60.0) -> None:
+        """Wait for the transfers that use the memory, unpin it, and drop it once no view needs it. Idempotent.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for transfers, with the GIL released; None: for ever.
+
+        Raises
+        ------
+        TransferTimeoutError
+            Transfers are still under way; names them. New ones are refused, the memory stays, and `close` can be
+            called again.
+        """
+        with self._lock:
+            if self._gone:
+                return
+            self._closed = True
+        if self._forked or (self._busy and not usable_here()):
+            self._gone = True  # in a forked child all of it is the parent's
+            return
+        if self._growth is not None:
+            self._growth.stop()
+        self._wait_idle(timeout, f"the {self._noun} at {self.address:#x}")
+        with self._pin_lock:
+            if self._gone:
+                return
+            self._gone = True
+            self._bytes = np.empty(0, np.uint8)
+            if self._memory.segment is not None:
+                self._memory.segment.unlink()
+            memory = self._memory
+            hidden = bool(memory.registrations)
+            self._memory = memory.remains()
+            give_up(memory.registrations)
+            if hidden:
+                memory.hide_from_children(False)
+
+    def require_open(self) -> None:
+        """Raise `ClosedError` where it was closed; `ForkError` where it was pinned by a parent process."""
+        if self._closed:
+            raise ClosedError(f"the {self._noun} is closed")
+        if self._forked:
+            raise ForkError(f"the {self._noun} was pinned, or growing, in a parent process, and does not survive fork")
+
+    def __enter__(self: B) -> B:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _in_child() -> None:
+    """In a forked child: other threads' locks are nobody's, threads are gone, and what was pinned is not there."""
+    for buffer in list(_live):
+        buffer._lock, buffer._pin_lock = threading.RLock(), threading.RLock()
+        growing = buffer._growth is not None and buffer._ready < buffer.nbytes
+        buffer._forked = growing or bool(buffer._memory.registrations) or buffer._memory.kind == "pinned"
+        buffer._growth = None
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,61 @@
+"""Which transfers use a piece of memory, in the order they were enqueued."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from kvraw.errors import DriverError, TransferTimeoutError
+from kvraw.runtime.inflight import Completion
+
+__all__ = ["InUse"]
+
+
+class InUse:
+    """Base of what transfers use: it knows those that may be under way, and waits for them."""
+
+    def __init__(self) -> None:
+        # Re-entrant: a transfer that is found to be over lets go of its arguments, whose end may lead back here.
+        self._lock = threading.RLock()
+        self._busy: deque[tuple[int, Completion]] = deque()  # the front is not known to be over
+        self._sequence = 0
+
+    def borrow(self, completion: Completion) -> None:
+        """Note an operation that uses this memory; `close`, and the reuse of what is freed later, wait for it."""
+        with self._lock:
+            self._sequence += 1
+            self._busy.append((self._sequence, completion))
+            if len(self._busy) % 64 == 0:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Forget the operations at the front that are over. The lock is held.
+
+        Where the driver does not tell, they count as under way: whoever waits for them learns the error.
+        """
+        try:
+            while self._busy and self._busy[0][1].done():
+                self._busy.popleft()
+        except DriverError:
+            return
+
+    def _wait_idle(self, timeout: float | None, what: str) -> None:
+        """Wait until nothing is under way, with the GIL released."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = 20e-6
+        while True:
+            with self._lock:
+                while self._busy and self._busy[0][1].done():
+                    self._busy.popleft()
+                left = [completion for _, completion in self._busy]
+            if not left:
+                return
+            if deadline is not None and time.monotonic() >= deadline:
+                names = [repr(completion) for completion in left if not completion.done()]
+                if not names:
+                    continue
+                more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+                raise TransferTimeoutError(f"{what} is still used after {timeout} s by {', '.join(names[:8])}{more}")
+            time.sleep(pause)
+            pause = min(pause * 2, 1e-3)

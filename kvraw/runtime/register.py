@@ -1,0 +1,296 @@
+"""Host memory registered in place, and the registry of all of it: reference counts, overlaps, boundaries."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvraw import config
+from kvraw.errors import BoundsError, DriverError
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none, usable_here
+from kvraw.runtime.owner import Owner
+
+__all__ = ["Registration", "boundaries", "give_up", "is_registered", "note_allocation", "registered_bytes"]
+
+U64 = npt.NDArray[np.uint64]
+Piece = tuple[int, int]  # (begin, end)
+
+_EMPTY = np.empty(0, np.uint64)
+
+
+class _Entry:
+    """One range that was registered, in pieces, for one or more `Registration`."""
+
+    __slots__ = ("begin", "count", "device", "end", "owners", "pieces", "shift", "state")
+
+    def __init__(self, begin: int, end: int, device: int) -> None:
+        self.begin, self.end, self.device = begin, end, device
+        self.pieces: list[Piece] = []
+        self.shift = 0
+        self.count = 1
+        self.state = "claimed"  # then "live", "leaving"; or "stuck", where the driver would not let go
+        self.owners: list[object] = []
+
+
+class _Book:
+    """The entries of one driver, disjoint and sorted; and where copies must be cut, as a vector."""
+
+    def __init__(self) -> None:
+        # Re-entrant: the collector may run a finalizer that gives a registration back while this thread holds it.
+        self.changed = threading.Condition(threading.RLock())
+        self.entries: list[_Entry] = []
+        self.allocations: set[Piece] = set()
+        self.cuts: U64 = _EMPTY
+
+    def publish(self) -> None:
+        """Renew the vector of cuts, which is read without the lock."""
+        pieces = [piece for entry in self.entries for piece in entry.pieces] + list(self.allocations)
+        self.cuts = np.unique(np.array(pieces, np.uint64).ravel())
+        self.changed.notify_all()
+
+    def claim(self, begin: int, end: int, device: int) -> tuple[_Entry, bool]:
+        """The live entry of exactly this range, with its count raised; or a new one, and True."""
+        with self.changed:
+            while True:
+                at = bisect.bisect_left(self.entries, begin, key=lambda e: e.begin)
+                near = [e for e in self.entries[max(at - 1, 0) : at + 2] if e.begin < end and begin < e.end]
+                if not near:
+                    entry = _Entry(begin, end, device)
+                    self.entries.insert(at, entry)
+                    return entry, True
+                (found, *_) = near
+                if (found.begin, found.end) != (begin, end) or found.state == "stuck":
+                    raise BoundsError(
+                        f"address {begin:#x}, {end - begin} bytes overlaps the registration of {found.begin:#x}, "
+                        f"{found.end - found.begin} bytes"
+                        + (", which the driver would not undo" if found.state == "stuck" else "")
+                    )
+                if found.state == "live":
+                    found.count += 1
+                    return found, False
+                self.changed.wait()  # another thread is registering or unregistering just this range
+
+    def remove(self, entry: _Entry, stuck: list[Piece]) -> None:
+        """Take an entry off; pieces that the driver would not let go stay, and so does what they keep alive.
+
+        Their memory must stay mapped: its address would be taken for registered memory.
+        """
+        with self.changed:
+            at = self.entries.index(entry)
+            left = [_Entry(begin, end, entry.device) for begin, end in sorted(stuck)]
+            for one in left:
+                one.state, one.pieces, one.owners = "stuck", [(one.begin, one.end)], entry.owners
+            self.entries[at : at + 1] = left
+            self.publish()
+
+
+_lock = threading.Lock()
+_books: weakref.WeakKeyDictionary[CudaDriver, _Book] = weakref.WeakKeyDictionary()
+
+
+def _book(d: CudaDriver) -> _Book:
+    found = _books.get(d)
+    if found is None:
+        with _lock:
+            found = _books.setdefault(d, _Book())
+    return found
+
+
+def _forget_locks() -> None:
+    """In a forked child: a lock that another thread of the parent held would never be released."""
+    global _lock, _books
+    _lock, _books = threading.Lock(), weakref.WeakKeyDictionary()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _undo(d: CudaDriver, entry: _Entry) -> tuple[list[Piece], DriverError | None]:
+    """Unregister the pieces of an entry in reverse; those that stay, and the first error."""
+    failed: DriverError | None = None
+    stuck: list[Piece] = []
+    try:
+        with DeviceScope(entry.device):
+            while entry.pieces:
+                try:
+                    d.host_unregister(entry.pieces[-1][0])
+                except DriverError as error:
+                    failed = failed or error
+                    stuck.append(entry.pieces[-1])
+                entry.pieces.pop()
+    except DriverError as error:
+        failed = failed or error
+        stuck += entry.pieces
+    return stuck, failed
+
+
+def _acquire(d: CudaDriver, begin: int, end: int, device: int, step: int, owner: object) -> _Entry:
+    book = _book(d)
+    entry, new = book.claim(begin, end, device)
+    if new:
+        try:
+            with DeviceScope(device):
+                for at in range(begin, end, step):
+                    piece = (at, min(at + step, end))
+                    d.host_register(at, piece[1] - at)
+                    entry.pieces.append(piece)
+                shifts = {d.host_device_address(at) - at for at, _ in entry.pieces}
+                if len(shifts) > 1:
+                    raise DriverError("CUDA_ERROR_NOT_MAPPED", 211, "cuMemHostGetDevicePointer", "pieces lie apart")
+            entry.shift = shifts.pop()
+        except BaseException:
+            entry.owners.append(owner)
+            stuck, _ = _undo(d, entry)
+            book.remove(entry, stuck)
+            raise
+    with book.changed:
+        entry.owners.append(owner)
+        if new:
+            entry.state = "live"
+            book.publish()
+    return entry
+
+
+def _release(known: weakref.ref[CudaDriver], entry: _Entry) -> None:
+    d = driver_if(known)
+    if d is None:
+        return
+    book = _book(d)
+    with book.changed:
+        entry.count -= 1
+        if entry.count:
+            return
+        entry.state = "leaving"
+    stuck, failed = _undo(d, entry)
+    book.remove(entry, stuck)
+    if failed is not None:
+        raise failed
+
+
+class Registration(Owner):
+    """Host memory pinned in place, in steps, rolled back in reverse where a step fails.
+
+    Registering a range that is registered already counts its users up; the last `close` unregisters it.
+
+    Parameters
+    ----------
+    address, nbytes : int
+        The range. It is borrowed, and must stay mapped until `close`.
+    device : int
+        A device, in whose context the memory is registered; every device can use it.
+    step : int, optional
+        Bytes per registration, see `KVRAW_REGISTER_BYTES`.
+    owner : object, optional
+        Kept alive until the memory is unregistered.
+
+    Raises
+    ------
+    BoundsError
+        The range overlaps one that is registered already, without being the same.
+    DriverError
+        The driver refused; nothing stays registered.
+    """
+
+    def __init__(self, address: int, nbytes: int, device: int, step: int | None = None, owner: object = None) -> None:
+        if nbytes <= 0:
+            raise BoundsError(f"nbytes is {nbytes}, must be positive")
+        step = config.REGISTER_BYTES.get() if step is None else step
+        if step <= 0:
+            raise BoundsError(f"step is {step}, must be positive")
+        self.address, self.nbytes, self.device = address, nbytes, device
+        d = driver()
+        entry = _acquire(d, address, address + nbytes, device, step, owner)
+        self._finalizer = weakref.finalize(self, _release, weakref.ref(d), entry)
+        self._finalizer.atexit = False  # the process gives everything back, and work may still be under way
+        self.device_address = address + entry.shift
+        self.pieces = len(entry.pieces)
+
+
+def give_up(registrations: list[Registration]) -> None:
+    """Undo registrations in reverse; the first error, once all were tried."""
+    failed: DriverError | None = None
+    while registrations:
+        try:
+            registrations.pop().close()
+        except DriverError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def note_allocation(d: CudaDriver, address: int, nbytes: int) -> Callable[[], None]:
+    """Have `boundaries` know of memory that the driver pinned as it allocated it; returns what forgets it again."""
+    book, piece = _book(d), (address, address + nbytes)
+    with book.changed:
+        book.allocations.add(piece)
+        book.publish()
+
+    def forget() -> None:
+        with book.changed:
+            book.allocations.discard(piece)
+            book.publish()
+
+    return forget
+
+
+def boundaries(addresses: U64, nbytes: U64) -> tuple[npt.NDArray[np.int64], U64]:
+    """Where copies must be cut so that none spans two registrations.
+
+    Parameters
+    ----------
+    addresses, nbytes : numpy.ndarray of uint64
+        Ranges of host memory, in any order.
+
+    Returns
+    -------
+    rows : numpy.ndarray of int64
+        Which ranges are to be cut, ascending; a range that is to be cut twice is there twice.
+    cuts : numpy.ndarray of uint64
+        At which address, strictly inside the range; ascending within a range.
+
+    Notes
+    -----
+    Covers what kvraw registered or allocated with the driver in use; takes no lock. It costs two binary searches per
+    range, and nothing where nothing is registered.
+    """
+    d = driver_or_none()
+    book = None if d is None else _books.get(d)
+    cuts = _EMPTY if book is None else book.cuts
+    if not len(cuts) or not len(addresses):
+        return np.empty(0, np.int64), _EMPTY
+    first = np.searchsorted(cuts, addresses, "right")
+    counts = np.maximum(np.searchsorted(cuts, addresses + nbytes, "left") - first, 0)
+    total = int(counts.sum())
+    if not total:
+        return np.empty(0, np.int64), _EMPTY
+    rows = np.repeat(np.arange(len(addresses)), counts)
+    within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows, cuts[first[rows] + within]
+
+
+def is_registered(address: int, nbytes: int) -> bool:
+    """Whether any part of a range is registered, or stuck in that state."""
+    d = driver_or_none() if usable_here() else None
+    book = None if d is None else _books.get(d)
+    if book is None:
+        return False
+    with book.changed:
+        return any(e.begin < address + nbytes and address < e.end for e in book.entries)
+
+
+def registered_bytes() -> tuple[int, int]:
+    """How many registrations kvraw holds with the driver in use, and how many bytes they are."""
+    d = driver_or_none()
+    book = None if d is None else _books.get(d)
+    if book is None:
+        return 0, 0
+    with book.changed:
+        pieces = [piece for entry in book.entries for piece in entry.pieces]
+    return len(pieces), sum(end - begin for begin, end in pieces)

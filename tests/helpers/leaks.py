@@ -1,0 +1,36 @@
+"""What a test may leave behind: mappings of this process, names in /dev/shm, registrations."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+from collections.abc import Iterator
+
+from kvraw.runtime.register import registered_bytes
+
+_WRITABLE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw")
+
+
+def mapped(nbytes: int) -> int:
+    """Bytes of writable mappings of at least this size: stacks of threads, which the C library keeps, are smaller."""
+    gc.collect()
+    with open("/proc/self/maps") as file:
+        spans = [found.groups() for line in file if (found := _WRITABLE.match(line))]
+    sizes = [int(end, 16) - int(begin, 16) for begin, end in spans]
+    return sum(size for size in sizes if size >= nbytes)
+
+
+def _names() -> list[str]:
+    """Segments of this process; tests beside this one have others."""
+    return sorted(name for name in os.listdir("/dev/shm") if str(os.getpid()) in name)
+
+
+@contextlib.contextmanager
+def nothing_left(nbytes: int) -> Iterator[None]:
+    """Of the memory of a pool of this size, nothing may stay."""
+    mapped_before, others_before = mapped(nbytes), (_names(), registered_bytes())
+    yield
+    assert mapped(nbytes) <= mapped_before
+    assert (_names(), registered_bytes()) == others_before

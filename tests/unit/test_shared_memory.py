@@ -1,0 +1,298 @@
+"""Shared memory: who creates, attaches, unlinks and sweeps; processes that are killed; a full /dev/shm."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvraw
+from kvraw.runtime import libc, shm
+from kvraw.runtime.host_map import HostOptions
+from tests.helpers.leaks import nothing_left
+
+SIZE = 8 << 20
+SHM = Path("/dev/shm")
+SHARED = HostOptions(kind="shared")
+
+START = """
+import os, signal, sys, time
+import kvraw
+from kvraw.runtime.host_map import HostOptions
+def own(name=None, nbytes=1 << 20):
+    return kvraw.HostPool(nbytes, options=HostOptions(kind="shared", name=name))
+def say(text):
+    print(text, flush=True)
+"""
+
+
+class Child:
+    """A Python process that runs code and talks by lines."""
+
+    def __init__(self, code: str, *args: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", START + code, *args],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, text: str = "") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def end(self, number: int | None = None) -> tuple[int, str]:
+        """Its exit code and what it complained about."""
+        if number is not None:
+            self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+
+def test_a_segment_of_ones_own() -> None:
+    with nothing_left(SIZE):
+        pool = kvraw.HostPool(SIZE, options=SHARED)
+        assert pool.name is not None
+        path = SHM / pool.name
+        status = path.stat()
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_size == SIZE
+        assert status.st_blocks * 512 >= SIZE  # set aside, not just promised
+        with kvraw.HostBuffer.attach(pool.name) as other, kvraw.HostBuffer.attach(pool.name, 4096) as part:
+            (chunk,) = pool.chunks(1, SIZE)
+            chunk.numpy()[:] = 9
+            assert (other.view(other.address, SIZE) == 9).all()
+            assert part.nbytes == 4096
+            view = other.view(other.address + 5, 10)
+        assert path.exists()
+        assert (view == 9).all()
+        pool.close()
+        assert not path.exists()
+        del chunk, view
+
+
+def test_a_name_is_taken_once() -> None:
+    name = f"kvraw-test-{os.getpid()}"
+    options = HostOptions(kind="shared", name=name)
+    with nothing_left(SIZE):
+        with kvraw.HostPool(SIZE, options=options) as pool:
+            assert pool.name == name
+            with pytest.raises(FileExistsError, match="exists"):
+                kvraw.HostPool(SIZE, options=options)
+            assert kvraw.sweep_shared_memory() == []  # its owner lives
+        with kvraw.HostPool(SIZE, options=HostOptions(kind="shared", name="/" + name)) as pool:
+            assert pool.name == name
+    for bad in ("", "/", "a/b", "..", "x" * 256, "a\0"):
+        with pytest.raises(kvraw.BoundsError, match="name is"):
+            kvraw.HostPool(SIZE, options=HostOptions(kind="shared", name=bad))
+
+
+def test_a_name_that_somebody_took_over_is_left_alone() -> None:
+    pool = kvraw.HostPool(SIZE, options=SHARED)
+    path = SHM / str(pool.name)
+    path.unlink()
+    path.write_bytes(b"another's")
+    pool.close()
+    assert path.read_bytes() == b"another's"
+    path.unlink()
+
+
+def test_attach_what_is_not_there_or_too_small() -> None:
+    with pytest.raises(FileNotFoundError):
+        kvraw.HostBuffer.attach("kvraw-nothing-of-that-name")
+    with kvraw.HostPool(SIZE, options=SHARED) as pool:
+        for nbytes in (0, -1, SIZE + 1):
+            with pytest.raises(kvraw.BoundsError, match=rf"nbytes is {nbytes}, must be in \[1, {SIZE}\]"):
+                kvraw.HostBuffer.attach(str(pool.name), nbytes)
+
+
+@pytest.mark.parametrize("step", ["ftruncate", "posix_fallocate", "fchmod"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
+def test_a_full_file_system(monkeypatch: pytest.MonkeyPatch, step: str, number: int) -> None:
+    def full(*args: object) -> None:
+        raise OSError(number, "injected")
+
+    with nothing_left(SIZE), monkeypatch.context() as patch:
+        patch.setattr(os, step, full)
+        files = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(kvraw.HostMemoryError, match=rf"{SIZE} bytes.*injected"):
+            kvraw.HostPool(SIZE, options=SHARED)
+        assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_too_little_room_is_seen_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "shared_memory_room", lambda: SIZE - 1)
+    with nothing_left(SIZE), pytest.raises(kvraw.HostMemoryError, match=rf"{SIZE - 1} bytes are free.*--shm-size"):
+        kvraw.HostPool(SIZE, options=SHARED)
+    with pytest.raises(kvraw.HostMemoryError, match="cannot hold"):
+        kvraw.HostPool(1 << 50, options=SHARED)
+
+
+def test_a_segment_that_cannot_be_mapped_or_populated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(*args: object) -> int:
+        raise OSError(errno.ENOMEM, "injected")
+
+    for step in ("map_file", "advise"):
+        with nothing_left(SIZE), monkeypatch.context() as patch:
+            patch.setattr(libc, step, no)
+            with pytest.raises(kvraw.HostMemoryError, match="injected"):
+                kvraw.HostPool(SIZE, options=HostOptions(kind="shared", populate=True))
+    with kvraw.HostPool(SIZE, options=SHARED) as pool, monkeypatch.context() as patch:
+        patch.setattr(libc, "map_file", no)
+        with pytest.raises(kvraw.HostMemoryError, match="injected"):
+            kvraw.HostBuffer.attach(str(pool.name))
+
+
+def test_an_owner_is_killed_and_who_attached_goes_on() -> None:
+    with nothing_left(SIZE):
+        owner = Child("pool = own(); pool.chunks(1, 4096)[0].numpy()[:] = 8; say(pool.name); sys.stdin.read()")
+        name = owner.line()
+        reader = Child(
+            "b = kvraw.HostBuffer.attach(sys.argv[1]); v = b.view(b.address, b.nbytes); say('attached')\n"
+            "sys.stdin.readline(); v[-1] = 1; assert (v[:4096] == 8).all(); say(str(int(v[-1])))\n"
+            "b.close(); sys.stdin.readline()",
+            name,
+        )
+        assert reader.line() == "attached"
+        assert kvraw.sweep_shared_memory() == []  # both live
+        code, _ = owner.end(signal.SIGKILL)
+        assert code == -signal.SIGKILL
+        assert (SHM / name).exists()
+        with kvraw.HostPool(4096, options=SHARED):  # the next owner sweeps
+            assert not (SHM / name).exists()
+        reader.tell()
+        assert reader.line() == "1"
+        reader.tell()
+        assert reader.end() == (0, "")
+
+
+def test_the_name_of_a_killed_owner_can_be_had_again() -> None:
+    name = f"kvraw-again-{os.getpid()}"
+    for _ in range(2):
+        owner = Child("pool = own(sys.argv[1]); say(pool.name); sys.stdin.read()", name)
+        assert owner.line() == name
+        owner.end(signal.SIGKILL)
+    with kvraw.HostPool(SIZE, options=HostOptions(kind="shared", name=name)) as pool:
+        assert not pool.view(pool.address, SIZE).any()
+    assert not (SHM / name).exists()
+
+
+def test_who_only_attached_never_unlinks() -> None:
+    attach = "b = kvraw.HostBuffer.attach(sys.argv[1])\n"
+    with kvraw.HostPool(SIZE, options=SHARED) as pool:
+        for end in ("b.close()", "", "os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", "sys.exit(3)"):
+            child = Child(attach + end, str(pool.name))
+            code, _ = child.end()
+            assert code == {"sys.exit(3)": 3}.get(end, -signal.SIGTERM if "SIGTERM" in end else 0)
+            assert (SHM / str(pool.name)).exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("pool = own(); say(pool.name)", 0),
+        ("pool = own(); say(pool.name); raise SystemExit(4)", 4),
+        ("pool = own(); say(pool.name); time.sleep(60)", -signal.SIGTERM),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); pool = own(); say(pool.name); time.sleep(60)", 5),
+        ("pool = own(); signal.signal(signal.SIGTERM, lambda *_: sys.exit(6)); say(pool.name); time.sleep(60)", 6),
+    ],
+    ids=["exit", "exit code", "SIGTERM", "a handler before", "a handler after"],
+)
+def test_an_owner_unlinks_however_it_ends(code: str, expected: int) -> None:
+    child = Child(code)
+    name = child.line()
+    assert name.startswith("kvraw-")
+    ended, errors = child.end(signal.SIGTERM if "sleep" in code else None)
+    assert (ended, errors) == (expected, "")
+    assert not (SHM / name).exists()
+
+
+def test_a_users_handler_is_left_alone_and_the_default_comes_back() -> None:
+    def mine(*_: object) -> None:
+        raise AssertionError
+
+    for before in (mine, signal.SIG_IGN):
+        old = signal.signal(signal.SIGTERM, before)
+        with kvraw.HostPool(4096, options=SHARED):
+            assert signal.getsignal(signal.SIGTERM) is before
+        assert signal.getsignal(signal.SIGTERM) is before
+        signal.signal(signal.SIGTERM, old)
+    old = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with kvraw.HostPool(4096, options=SHARED):
+        with kvraw.HostPool(4096, options=SHARED):
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    signal.signal(signal.SIGTERM, old)
+
+
+def test_a_forked_child_is_no_owner() -> None:
+    child = Child(
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "pool = own(); say(pool.name); pid = os.fork()\n"
+        "if pid == 0:\n    pool.close(); sys.exit(0)\n"
+        "os.waitpid(pid, 0); say(str(os.path.exists('/dev/shm/' + pool.name)))\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n    say(str(os.getpid())); time.sleep(60)\n"
+        "sys.stdin.read()"
+    )
+    name = child.line()
+    assert child.line() == "True"
+    orphan = int(child.line())
+    child.process.kill()
+    child.process.wait(60)
+    try:
+        assert kvraw.sweep_shared_memory() == [name]  # also while a child of the owner lives on
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+    child.end()
+
+
+def test_a_sweep_between_creation_and_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    real, swept = fcntl.flock, []
+
+    def flock(file: int, how: int) -> None:
+        if how == fcntl.LOCK_EX and not swept:
+            swept.append(None)
+            swept.extend(kvraw.sweep_shared_memory())
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with kvraw.HostPool(SIZE, options=SHARED) as pool:
+        assert swept[1:] == [pool.name]
+        assert np.array_equal(pool.view(pool.address, 3), [0, 0, 0])
+        assert (SHM / str(pool.name)).exists()
+
+
+def test_sweep_takes_what_is_named_and_no_more(tmp_path: Path) -> None:
+    with pytest.raises(kvraw.BoundsError, match="prefix is empty"):
+        kvraw.sweep_shared_memory("")
+    link, other = SHM / "kvraw-link", SHM / f"other-{os.getpid()}"
+    link.symlink_to(tmp_path)
+    other.write_bytes(b"x")
+    try:
+        assert kvraw.sweep_shared_memory() == []
+        assert link.is_symlink()
+        assert kvraw.sweep_shared_memory(f"other-{os.getpid()}") == [other.name]
+    finally:
+        link.unlink()
+        other.unlink(missing_ok=True)
