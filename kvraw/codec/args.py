@@ -1,4 +1,4 @@
-"""The argument blocks of the codec's kernels: numpy twins of ``codec_args.h`` and ``quantize_args.h`` in ``kvraw/ptx``."""
+"""The argument blocks of the codec's kernels: numpy twins of `codec_args.h` and `quantize_args.h` in `kvraw/ptx`."""
 
 from __future__ import annotations
 

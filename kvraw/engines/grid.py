@@ -16,14 +16,14 @@ FAULT_BITS = 4  # of the status word's first part; the rest is one more than the
 class Operation:
     """Work that was enqueued on a GPU, or is done (CPU)."""
 
-    __slots__ = ("_completion",)
+    __slots__ = ("_completions",)
 
-    def __init__(self, completion: Completion | None = None) -> None:
-        self._completion = completion
+    def __init__(self, *completions: Completion) -> None:
+        self._completions = completions
 
     def done(self) -> bool:
         """Whether it is over; never waits."""
-        return self._completion is None or self._completion.done()
+        return all(completion.done() for completion in self._completions)
 
     def wait(self) -> None:
         """Wait on the host until it is over, with the GIL released.
@@ -33,10 +33,14 @@ class Operation:
         BoundsError, LayoutError
             The kernel met data that it could not work with; says what and where.
         """
-        if self._completion is not None:
-            self._completion.wait()
-            if self._completion.error is not None:
-                raise self._completion.error
+        for completion in self._completions:
+            completion.wait()
+        for completion in self._completions:
+            if completion.error is not None:
+                raise completion.error
+
+    def __and__(self, other: Operation) -> Operation:
+        return Operation(*self._completions, *other._completions)
 
 
 def enqueue(

@@ -46,7 +46,13 @@ ARTIFACTS = (
     Artifact("dequantize.ptx", "quantize.cu", _QUANTIZE, ("BACK=1",)),
     *(
         Artifact(f"rope_{name}_v{vector}.ptx", "rope.cu", _ROPE, (f"TYPE={kind}", f"VECTOR={vector}", "NATIVE=0"))
-        for name, kind, vector in (("fp32", 32, 16), ("fp32", 32, 4), ("fp16", 16, 16), ("fp16", 16, 2), ("bf16", 0xBF, 2))
+        for name, kind, vector in (
+            ("fp32", 32, 16),
+            ("fp32", 32, 4),
+            ("fp16", 16, 16),
+            ("fp16", 16, 2),
+            ("bf16", 0xBF, 2),
+        )
     ),
     # Arithmetic in bf16 came with compute capability 8.0; without it, rounding takes longer than memory does.
     Artifact("rope_bf16_v16.ptx", "rope.cu", _ROPE, ("TYPE=191", "VECTOR=16", "NATIVE=1"), "compute_80"),

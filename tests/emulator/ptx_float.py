@@ -72,7 +72,7 @@ def _fused_f64(a: Array, b: Array, c: Array) -> Array:
 
 
 def _to_bf16(value: Array) -> Array:
-    """Round f64 to bf16, in the high half of f32: first to odd, so that the rounding to nearest even is the only one."""
+    """Round f64 to bf16, in the high half of f32: first to odd, so that it is rounded once in all."""
     near = value.astype(np.float32)
     bits = near.view(np.uint32)
     inexact = np.isfinite(value) & (near.astype(np.float64) != value) & (bits & np.uint32(1) == 0)

@@ -166,7 +166,9 @@ TESTED.update(PACKED)
 def test_packed_halves_are_fused_on_their_own(form):
     kind, rng = PACKED[form], random.Random(form)
     fraction, bias = shape(kind)
-    edges = [sign << 15 | e << fraction | t for sign in (0, 1) for e in (0, 1, bias, 2 * bias, 2 * bias + 1) for t in (0, 1)]
+    edges = [
+        sign << 15 | e << fraction | t for sign in (0, 1) for e in (0, 1, bias, 2 * bias, 2 * bias + 1) for t in (0, 1)
+    ]
     columns = [[rng.choice(edges) for _ in range(1024)] + [rng.getrandbits(16) for _ in range(512)] for _ in range(3)]
     halves = [a + b for a, b in zip(columns, near((kind,) * 3, 1536, form), strict=True)]
     words = [[high << 16 | low for low, high in zip(h[::2], h[1::2], strict=True)] for h in halves]
