@@ -18,7 +18,7 @@ __all__ = ["rerotate"]
 
 
 def _combine_source(out: Any, a: Any, b: Any, c: Any, d: Any, like: Any) -> None:
-    """``a * b + c * d``, each product and the sum rounded to the keys' type. Five arrays at most, or it stays scalar."""
+    """``a * b + c * d``, all rounded to the keys' type. With more than five arrays the loop stays scalar."""
     for i in range(len(out)):
         first = widen(narrow(a[i] * b[i], like))
         second = widen(narrow(c[i] * d[i], like))

@@ -23,7 +23,7 @@ ROOT = Path(kvraw.ptx.__file__).parent
 NAMES = [a.name for a in build.ARTIFACTS]
 TARGETS = (75, 80, 86, 89, 90, 100, 120)
 TARGET_OF = {a.name: int(a.target.removeprefix("compute_")) for a in build.ARTIFACTS}
-# By header: the argument block, the table of its offsets in the PTX, and the module that holds the header's enumerators.
+# By header: argument block, table of its offsets in the PTX, module with the header's enumerators.
 BLOCKS = {
     "copy_args.h": (ka.ARGS, "kvraw_copy_layout", ka),
     "codec_args.h": (codec_args.CODEC, "kvraw_codec_layout", codec_args),
