@@ -1,8 +1,8 @@
 """The codec and key re-rotation, on a GPU or on the CPU: `python -m benchmarks.codec [--cpu] [--write FILE]`.
 
 Where LMCache can be imported, its own functions run beside, in turns, all on the default stream, where LMCache launches
-whatever the current stream is. GPU times are medians of events around single calls in warm caches; host times are medians
-of what a call takes to return, the stream idle before. Rates: symbols per second; for keys, bytes read and written.
+whatever the current stream is. GPU times are medians of events around single calls, caches warm; host times are medians of
+what a call takes to return when the stream is idle. Rates: symbols per second; for keys, bytes read and written.
 """
 
 from __future__ import annotations
