@@ -1,7 +1,7 @@
 """The codec and key re-rotation, on a GPU or on the CPU: `python -m benchmarks.codec [--cpu] [--write FILE]`.
 
 Where LMCache can be imported, its own functions run beside, in turns, all on the default stream, where LMCache launches
-whatever the current stream is. GPU times are medians of events around single calls, caches warm; host times are medians of
+whatever the current stream is. GPU times are medians of events around single calls, caches warm; host times medians of
 what a call takes to return when the stream is idle. Rates: symbols per second; for keys, bytes read and written.
 """
 
@@ -130,8 +130,7 @@ def rope(device: str, ops: Any, stream: Any, tokens: int, dtype: torch.dtype, ne
     if ops is not None:
         mine, theirs = key.clone(), key.clone()
         rotate(mine).wait()
-        flat = theirs.view(tokens, heads * size) if device == "cuda" else theirs
-        ops.rotary_embedding_k_fused(old, new, flat, size, cache, neox)
+        ops.rotary_embedding_k_fused(old, new, theirs, size, cache, neox)
         if device == "cuda":
             torch.cuda.synchronize()
         if dtype == torch.float32:
@@ -140,7 +139,7 @@ def rope(device: str, ops: Any, stream: Any, tokens: int, dtype: torch.dtype, ne
             print(f"fp32 keys: {(apart > 0).float().mean():.4f} differ, all within 1e-6: {bool(close)}")
         else:
             assert torch.equal(mine, theirs), "keys differ"
-        work["keys, LMCache"] = lambda: ops.rotary_embedding_k_fused(old, new, flat, size, cache, neox)
+        work["keys, LMCache"] = lambda: ops.rotary_embedding_k_fused(old, new, theirs, size, cache, neox)
     if device == "cuda":
         to = torch.empty_like(key)
         work["copy, torch"] = lambda: to.copy_(key)

@@ -6,17 +6,30 @@ from typing import Any
 
 from kvraw.codec import args, cpu, gpu
 from kvraw.codec.operands import Job
-from kvraw.engines.grid import Operation
+from kvraw.engines.grid import Launches, Operation
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["decode_into", "encode_into", "write_cdf"]
 
 
-def _run(what: str, job: Job, stream: Any) -> Operation:
-    if job.device is None:
-        cpu.run_job(what, job)
-        return Operation()
-    return gpu.run_job(what, job, stream_handle(stream))
+_launches = Launches()
+
+
+def _run(what: str, tensors: tuple[Any, ...], flags: int, stream: Any) -> Operation:
+    """`tensors` is symbols, distributions, streams and lengths, or the first two."""
+    key, launch = _launches.get((what, flags), tensors)
+    if launch is None:
+        job = Job.make(*tensors, out="out" if what == "encode" else "", flags=flags)
+        if job.device is None:
+            cpu.run_job(what, job)
+            return Operation()
+        handle = stream_handle(stream)
+        if job.streams == 0:
+            return Operation()
+        launch = gpu.launch_of(what, job)
+        _launches.put(key, launch)
+        return launch.enqueue(handle, (job,))
+    return launch.enqueue(stream_handle(stream), tensors)
 
 
 def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None) -> Operation:
@@ -46,7 +59,7 @@ def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None
     LayoutError, TypeError, PlacementError, BoundsError
         Shapes, element types or places do not fit, or a symbol is outside the alphabet; says which.
     """
-    return _run("cdf", Job.make(symbols, out, flags=args.CLAMP if clamp else 0), stream)
+    return _run("cdf", (symbols, out), args.CLAMP if clamp else 0, stream)
 
 
 def encode_into(cdf: Any, symbols: Any, out: Any, lengths: Any, *, stream: Any = None) -> Operation:
@@ -72,7 +85,7 @@ def encode_into(cdf: Any, symbols: Any, out: Any, lengths: Any, *, stream: Any =
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit, or a distribution does not rise.
     """
-    return _run("encode", Job.make(symbols, cdf, out, lengths, out="out"), stream)
+    return _run("encode", (symbols, cdf, out, lengths), 0, stream)
 
 
 def decode_into(cdf: Any, data: Any, lengths: Any, out: Any, *, packed: bool = False, stream: Any = None) -> Operation:
@@ -100,4 +113,4 @@ def decode_into(cdf: Any, data: Any, lengths: Any, out: Any, *, packed: bool = F
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit, or a distribution does not rise.
     """
-    return _run("decode", Job.make(out, cdf, data, lengths, flags=args.PACKED if packed else 0), stream)
+    return _run("decode", (out, cdf, data, lengths), args.PACKED if packed else 0, stream)

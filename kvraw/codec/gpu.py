@@ -7,14 +7,12 @@ from typing import Any
 
 from kvraw.codec import args
 from kvraw.codec.operands import Job
-from kvraw.engines.device_state import device_state
-from kvraw.engines.grid import Operation, enqueue
+from kvraw.engines.grid import Launch, Operation
 from kvraw.engines.kernel_args import divider
 from kvraw.ptx.loader import read_ptx
-from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.module import ArgumentBlock, Kernel
 
-__all__ = ["run_job", "run_pack"]
+__all__ = ["launch_of", "run_job", "run_pack"]
 
 PACK_THREADS = 256
 
@@ -46,19 +44,20 @@ def fill(job: Job) -> ArgumentBlock:
     return block
 
 
+def launch_of(what: str, job: Job) -> Launch:
+    """The launch of "cdf", "encode" or "decode" for a job with streams; it holds no tensor."""
+    assert job.device is not None
+    size = 32 if job.alphabet <= 32 else 64 if job.alphabet <= 64 else 256
+    threads = 32 if size > 64 else 64  # as in codec_args.h
+    error = job.without_owners().error
+    return Launch(job.device, stream_kernel(what, size), fill(job), -(-job.streams // threads), threads, error)
+
+
 def run_job(what: str, job: Job, stream: int, refs: tuple[object, ...] = (), then: Any = None) -> Operation:
     """Enqueue "cdf", "encode" or "decode"."""
     if job.streams == 0:
         return Operation()
-    assert job.device is not None
-    size = 32 if job.alphabet <= 32 else 64 if job.alphabet <= 64 else 256
-    threads = 32 if size > 64 else 64  # as in codec_args.h
-    kept = (job, *refs)
-    with DeviceScope(job.device):
-        state = device_state(job.device)
-        kernel = stream_kernel(what, size)
-        ctas = -(-job.streams // threads)
-        return Operation(enqueue(state, stream, kernel, fill(job), ctas, threads, job.error, kept, then=then))
+    return launch_of(what, job).enqueue(stream, (job, *refs), then=then)
 
 
 def run_pack(job: Job, ends: int, packed: int, size: int, stream: int, refs: tuple[object, ...] = ()) -> Operation:
@@ -69,7 +68,4 @@ def run_pack(job: Job, ends: int, packed: int, size: int, stream: int, refs: tup
     block = fill(job)
     block.record["ends"], block.record["packed"], block.record["packed_size"] = ends, packed, size
     ctas = -(-job.streams // (PACK_THREADS // 32))
-    with DeviceScope(job.device):
-        state = device_state(job.device)
-        kept = (job, *refs)
-        return Operation(enqueue(state, stream, pack_kernel(), block, ctas, PACK_THREADS, job.error, kept))
+    return Launch(job.device, pack_kernel(), block, ctas, PACK_THREADS, job.error).enqueue(stream, (job, *refs))

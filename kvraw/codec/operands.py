@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvraw.arrays import ASK_DRIVER, TensorView, dtype_name, tensor_view
@@ -106,6 +106,14 @@ class Job:
             raise LayoutError(f"lengths has shape {ends.shape}, must be ({layers}, {channels})")
         views |= {out or "data": d, "lengths": ends}
         return cls(s, c, d, ends, flags, common_device(views))
+
+    def without_owners(self) -> Job:
+        """The same, keeping no tensor alive."""
+        views = (self.symbols, self.cdf, self.data, self.lengths)
+        symbols, cdf, data, lengths = (None if v is None else replace(v, owner=None) for v in views)
+        assert symbols is not None
+        assert cdf is not None
+        return Job(symbols, cdf, data, lengths, self.flags, self.device)
 
     @property
     def tokens(self) -> int:

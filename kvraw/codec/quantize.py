@@ -15,11 +15,9 @@ from kvraw.arrays import TensorView, dtype_name, host_bytes, tensor_view
 from kvraw.codec import args
 from kvraw.codec.operands import MOST_SYMBOLS, common_device, take
 from kvraw.engines.cpu import in_parts
-from kvraw.engines.device_state import device_state
-from kvraw.engines.grid import Operation, enqueue
+from kvraw.engines.grid import Launch, Operation
 from kvraw.errors import BoundsError, KvrawError, LayoutError
 from kvraw.ptx.loader import read_ptx
-from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.module import ArgumentBlock, Kernel
 from kvraw.runtime.stream import stream_handle
 
@@ -155,12 +153,9 @@ def run(
     r["value_layer"], r["value_token"] = view.strides[:2]
     r["tokens"], r["channels"], r["dtype"] = tokens, channels, number
     r["middle"][:layers] = middles
-    with DeviceScope(device):
-        kernel = _gpu_kernel("dequantize" if back else "quantize")
-        kept = (view, q, m)
-        return Operation(
-            enqueue(device_state(device), handle, kernel, block, rows, THREADS, _not_finite, kept, then=then)
-        )
+    kernel_there = _gpu_kernel("dequantize" if back else "quantize")
+    launch = Launch(device, kernel_there, block, rows, THREADS, _not_finite)
+    return launch.enqueue(handle, (view, q, m), then=then)
 
 
 def quantize_into(

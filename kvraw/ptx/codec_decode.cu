@@ -9,56 +9,80 @@
 #define STRIDE (ALPHABET / 8)
 #define GROUPS (ALPHABET / 4 + 1)
 
-// Reads a stream in aligned words; bytes behind its end are zeros, and nothing outside the buffer is touched.
-struct Reader {
-    u64 at;          // of the next word
-    u64 end;         // of the stream
-    u64 begin_safe, end_safe; // of the buffer
-    u32 word[3];     // the bits are at `used` in word[0]
-    u32 used;
+// A stream's words pass through a ring of shared memory, a column for each thread: at fixed tokens, the same for the whole
+// warp, a thread puts in what it asked for at the last such token, and asks for more. No thread waits for another's loads.
+#define RING 32
+#define PERIOD 16 // tokens; they use up to 18 bits each, 9 words in all
+#define BATCH 10
+#define TARGET 20 // words in the ring or on their way: 9 for this period, 9 for the next, and 2 that a look ahead spans
 
-    __device__ __forceinline__ u32 fetch()
+struct Reader {
+    u64 origin;   // address of the word that holds the first byte
+    u64 begin, end; // of the stream
+    u32 words;
+    u32 first, last; // the words at the stream's ends, put together from its bytes alone
+    u32 filled;   // words that went into the ring
+    u32 asked;    // words on their way
+    u32 head;     // the word of the next bit
+    u32 used;     // its bits that are used up
+    u32 coming[BATCH];
+    u32 *ring;
+
+    __device__ __forceinline__ u32 edge(u32 word) const
     {
-        const u64 p = at;
-        at += 4;
-        if (p >= end)
-            return 0;
-        u32 w = 0;
-        if (p >= begin_safe && p + 4 <= end_safe) {
-            w = __byte_perm(load_u32(p), 0, 0x0123);
-        } else {
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                if (p + k >= begin_safe && p + k < end_safe)
-                    w |= load_u8(p + k) << (24 - 8 * k);
+        u32 value = 0;
+#pragma unroll 1
+        for (u32 k = 0; k < 4; ++k) {
+            const u64 p = origin + (u64)word * 4 + k;
+            value = value << 8 | (p >= begin && p < end ? load_u8(p) : 0);
         }
-        const u32 left = end - p < 4 ? (u32)(end - p) : 4;
-        return left < 4 ? w & ~(0xFFFFFFFF >> (8 * left)) : w;
+        return value;
     }
 
-    __device__ __forceinline__ void open(u64 start)
+    __device__ __forceinline__ void open(u64 from, u64 to, u32 *column)
     {
-        at = start & ~3ull;
-        used = (u32)(start & 3) * 8;
-        word[0] = fetch();
-        word[1] = fetch();
-        word[2] = fetch();
+        begin = from;
+        end = to;
+        ring = column;
+        origin = from & ~3ull;
+        words = (u32)((to - origin + 3) >> 2);
+        first = edge(0);
+        last = words > 1 ? edge(words - 1) : first;
+        filled = asked = head = 0;
+        used = (u32)(from & 3) * 8;
+        turn();
+        turn();
+    }
+
+    __device__ __forceinline__ void turn()
+    {
+#pragma unroll
+        for (u32 j = 0; j < BATCH; ++j)
+            if (j < asked) {
+                const u32 word = filled + j;
+                u32 value = __byte_perm(coming[j], 0, 0x0123);
+                value = word + 1 == words ? last : word == 0 ? first : value;
+                ring[(word % RING) * 32] = word < words ? value : 0;
+            }
+        filled += asked;
+        asked = min(head + TARGET - filled, BATCH);
+#pragma unroll
+        for (u32 j = 0; j < BATCH; ++j) {
+            const u32 word = filled + j;
+            coming[j] = j < asked && word && word + 1 < words ? load_u32(origin + (u64)word * 4) : 0;
+        }
     }
 
     __device__ __forceinline__ u32 peek() const
     {
-        return __funnelshift_l(word[1], word[0], used);
+        return __funnelshift_l(ring[((head + 1) % RING) * 32], ring[(head % RING) * 32], used);
     }
 
     __device__ __forceinline__ void skip(u32 count)
     {
         used += count;
-        if (used >= 32) {
-            used -= 32;
-            word[0] = word[1];
-            word[1] = word[2];
-            word[2] = fetch();
-        }
+        head += used / 32;
+        used %= 32;
     }
 };
 
@@ -70,6 +94,7 @@ __device__ __forceinline__ i64 length_at(const CodecArgs &a, u64 at)
 extern "C" __global__ void __launch_bounds__(THREADS) CONCAT(kvraw_codec_decode_a, ALPHABET)(const CodecArgs a)
 {
     __shared__ uint4 groups[WARPS][GROUPS * 32];
+    __shared__ u32 rings[WARPS][RING * 32];
     __shared__ u32 faulty[THREADS];
     const u32 lane = threadIdx.x & 31, n = a.alphabet;
     const uint4 *const table = groups[threadIdx.x >> 5] + lane;
@@ -119,13 +144,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) CONCAT(kvraw_codec_decode_
     for (u32 k = 0; k < 7; ++k)
         pivot[k] = entries[((k + 1) * STRIDE / 4 * 32 + lane) * 4];
     Reader in;
-    in.begin_safe = a.bytes;
-    in.end_safe = a.bytes + a.bytes_size;
-    in.end = a.bytes + end;
-    in.open(a.bytes + start);
+    in.open(a.bytes + start, a.bytes + end, rings[threadIdx.x >> 5] + lane);
+    in.turn();
     u32 low = 0, high = 0xFFFFFFFF, distance = in.peek();
     in.skip(32);
     for (u32 t = 0; t < a.tokens; ++t, to += a.symbol_token) {
+        if (t % PERIOD == 0)
+            in.turn();
+        const u32 bits = in.peek();
         const u32 range = high - low;
         distance = min(distance, range); // only a damaged stream, or a distribution that does not start at zero, exceeds it
         const u64 limit = ((u64)distance + 1) << 16;
@@ -169,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CONCAT(kvraw_codec_decode_
         const u32 straddles = __clz(~((low & ~high) << 1));
         low = (low << straddles) & 0x7FFFFFFF;
         high = __funnelshift_l(0xFFFFFFFF, high, straddles) | 0x80000000;
-        distance = __funnelshift_l(in.peek(), distance, same + straddles);
+        distance = __funnelshift_l(bits, distance, same + straddles);
         in.skip(same + straddles);
     }
 }

@@ -63,15 +63,13 @@ struct Writer {
     }
 };
 
-// The next eight symbols of a channel, in one word; zeros behind the last.
-__device__ __forceinline__ u64 read_ahead(u64 at, u64 step, u32 left)
+// The next eight symbols of a channel, zeros behind the last. They are put into one word only where they are used, so
+// that nothing waits for them before.
+__device__ __forceinline__ void read_ahead(u32 *symbols, u64 at, u64 step, u32 left)
 {
-    u32 part[2] = {0, 0};
 #pragma unroll
     for (u32 j = 0; j < 8; ++j)
-        if (j < left)
-            part[j / 4] |= load_u8(at + j * step) << (j % 4 * 8);
-    return (u64)part[1] << 32 | part[0];
+        symbols[j] = j < left ? load_u8(at + j * step) : 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) CONCAT(kvraw_codec_encode_a, ALPHABET)(const CodecArgs a)
@@ -112,21 +110,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) CONCAT(kvraw_codec_encode_
     out.words = ((a.bytes | a.row) & 3) == 0;
     u64 at = first_symbol(a, stream);
     u32 low = 0, high = 0xFFFFFFFF, pending = 0, bad = 0;
-    u64 next = read_ahead(at, a.symbol_token, a.tokens);
+    u32 next[8];
+    read_ahead(next, at, a.symbol_token, a.tokens);
     for (u32 t = 0; t < a.tokens; t += 8) {
-        u64 now = next;
+        u64 now = 0;
+#pragma unroll
+        for (u32 j = 0; j < 8; ++j)
+            now |= (u64)next[j] << 8 * j;
         at += 8 * a.symbol_token;
-        next = read_ahead(at, a.symbol_token, a.tokens - t > 8 ? a.tokens - t - 8 : 0);
+        read_ahead(next, at, a.symbol_token, a.tokens - t > 8 ? a.tokens - t - 8 : 0);
         const u32 count = a.tokens - t < 8 ? a.tokens - t : 8;
+        u32 following = 0;
 #pragma unroll 1
-        for (u32 j = 0; j < count; ++j) {
+        for (u32 j = 0; j <= count; ++j) {
+            const u32 interval = following;
             u32 symbol = (u32)now & 0xFF;
             now >>= 8;
             if (symbol >= n) {
                 bad = symbol;
                 symbol = 0;
             }
-            const u32 interval = table[symbol * PITCH + lane];
+            following = table[symbol * PITCH + lane];
+            if (j == 0)
+                continue;
             const u32 from = interval & 0xFFFF, to = (interval >> 16) + 1, range = high - low;
             high = low + (u32)(((u64)range * to + to) >> 16) - 1;
             low += (u32)(((u64)range * from + from) >> 16);

@@ -12,7 +12,7 @@ import numpy as np
 from kvraw.arrays import ASK_DRIVER, IndexVector, TensorView, dtype_name, host_bytes, index_vector, tensor_view
 from kvraw.engines.cpu import in_parts
 from kvraw.engines.device_state import DeviceState, Upload, device_state
-from kvraw.engines.grid import Operation, enqueue
+from kvraw.engines.grid import Launch, Launches, Operation
 from kvraw.engines.kernel_args import divider
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.ptx.loader import read_ptx
@@ -34,6 +34,7 @@ _DTYPES: dict[str, tuple[str, int, Any]] = {
     "bfloat16": ("bf16", 2, np.int16),
 }
 _NAMES = ("old_positions", "new_positions")
+_launches = Launches()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,10 @@ def rerotate_keys(
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit.
     """
+    tensors = (key, old_positions, new_positions, cos_sin_cache)
+    found, launch = _launches.get((neox, head_size, head_stride, dtype, check), tensors)
+    if launch is not None:
+        return launch.enqueue(stream_handle(stream), tensors)
     r = _take(key, cos_sin_cache, neox, head_size, head_stride, dtype)
     old, new = (_positions(n, v, r, check) for n, v in zip(_NAMES, (old_positions, new_positions), strict=True))
     if r.device is None:
@@ -196,7 +201,11 @@ def rerotate_keys(
         if index.device not in (None, ASK_DRIVER, r.device):
             raise PlacementError(f"{name} lie on device {index.device}, key on device {r.device}")
     with DeviceScope(r.device):
-        return _on_device(r, (old, new), check, handle)
+        upload = _send(device_state(r.device), (old, new), handle)
+        launch = _launch(r, (old, new), check, upload)
+        if upload is None:
+            _launches.put(found, launch)
+        return launch.enqueue(handle, (r, old, new), upload)
 
 
 def _kernels() -> ModuleType:
@@ -231,23 +240,22 @@ def _vector(r: _Rotation) -> int:
     return 16 if bits % 16 == 0 and able else r.itemsize
 
 
-def _on_device(r: _Rotation, positions: tuple[IndexVector, IndexVector], check: bool, stream: int) -> Operation:
+def _launch(r: _Rotation, positions: tuple[IndexVector, IndexVector], check: bool, upload: Upload | None) -> Launch:
+    """The launch for a call; it holds no tensor."""
     assert r.device is not None
-    state = device_state(r.device)
-    vector = _vector(r)
+    vector, limit = _vector(r), r.limit
     vectors, groups = r.half * r.itemsize // vector, -(-r.heads // args.HEADS)
     block = ArgumentBlock(args.ROPE)
     a = block.record[0]
     a["key"], a["cache"] = r.key.address, r.cache.address
     a["units"] = units = r.tokens * groups * vectors
-    a["key_token"], a["key_head"], a["cache_row"], a["limit"] = r.token_stride, r.head_stride, r.cache_row, r.limit
+    a["key_token"], a["key_head"], a["cache_row"], a["limit"] = r.token_stride, r.head_stride, r.cache_row, limit
     a["groups"], a["vectors"], a["heads"], a["half"] = groups, vectors, r.heads, r.half * r.itemsize
     a["groups_magic"], a["groups_shift"] = divider(groups)
     a["vectors_magic"], a["vectors_shift"] = divider(vectors)
     flags = 0 if r.neox else args.INTERLEAVED
     if check and any(p.host is None for p in positions):
         flags |= args.CHECK
-    upload = _send(state, positions, stream)
     at = upload.device.address if upload is not None else 0
     for name, index, narrow in zip(_NAMES, positions, (args.OLD_I32, args.NEW_I32), strict=True):
         a[name] = index.address if index.host is None else at
@@ -258,12 +266,10 @@ def _on_device(r: _Rotation, positions: tuple[IndexVector, IndexVector], check: 
     def explain(which: int, token: int, value: int) -> KvrawError:
         signed = value - (1 << 64) if value >> 63 else value
         return BoundsError(
-            f"{_NAMES[which]}[{token}] is {signed}, must be in [0, {r.limit}); the kernel left out every such token"
+            f"{_NAMES[which]}[{token}] is {signed}, must be in [0, {limit}); the kernel left out every such token"
         )
 
-    kernel = _kernel(_DTYPES[r.dtype][0], vector)
-    refs = (r, positions)
-    return Operation(enqueue(state, stream, kernel, block, -(-units // THREADS), THREADS, explain, refs, upload))
+    return Launch(r.device, _kernel(_DTYPES[r.dtype][0], vector), block, -(-units // THREADS), THREADS, explain)
 
 
 def _send(state: DeviceState, positions: tuple[IndexVector, IndexVector], stream: int) -> Upload | None:

@@ -48,6 +48,7 @@ def _cases() -> list[CodecCase]:
         CodecCase("one channel", bell((5, 77, 1), 32), 32),
         CodecCase("foreign distribution", draw((2, 40, 20), 32), 32, foreign=True),
         CodecCase("foreign, rare symbols only", np.full((1, 60, 4), 9, np.uint8), 32, foreign=True),
+        CodecCase("foreign, rare symbols in long streams", np.full((1, 300, 3), 9, np.uint8), 32, foreign=True),
         CodecCase("foreign, maximal alphabet", draw((1, 50, 4), 256), 256, foreign=True),
     ]
 
