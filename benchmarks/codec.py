@@ -50,7 +50,7 @@ def gpu_times(work: Work, rounds: int) -> dict[str, float]:
     for k in range(rounds + 3):
         for name, call in work.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(200_000)  # the call is enqueued before the first event is reached
+            torch.cuda._sleep(1_000_000)  # the call is enqueued before the first event is reached
             start.record()
             call()
             end.record()
