@@ -53,6 +53,21 @@ __device__ __forceinline__ u64 first_symbol(const CodecArgs &a, u64 stream)
     return a.symbols + layer * a.symbol_layer + channel * a.symbol_channel;
 }
 
+// Entries b and b + 1 of eight neighbouring channels' distributions, the upper end of the last symbol and of what is not
+// there at 65536. All loads are asked for before any is waited for.
+#define ROWS 8
+__device__ __forceinline__ void read_ends(const CodecArgs &a, u64 first, u32 b, u32 *low, u32 *high)
+{
+    const u32 width = a.alphabet + 1;
+#pragma unroll
+    for (u32 r = 0; r < ROWS; ++r) {
+        const u64 entry = a.cdf + ((first + r) * width + b) * 2;
+        const bool there = first + r < a.streams;
+        low[r] = there && b < a.alphabet ? load_u16(entry) : 0x10000;
+        high[r] = there && b + 1 < a.alphabet ? load_u16(entry + 2) : 0x10000;
+    }
+}
+
 // The widest alphabet that a module takes decides how much shared memory a thread has.
 #ifdef ALPHABET
 #define THREADS (ALPHABET > 64 ? 32 : 64)

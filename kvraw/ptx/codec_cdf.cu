@@ -5,7 +5,14 @@
 #include "codec_args.h"
 
 #define PITCH 33 // words per bin: neighbouring bins of a channel, and of a bin the channels, lie in different banks
-#define AHEAD 8  // symbols read at once
+#define AHEAD 16 // symbols read at once, while those before them are counted
+
+__device__ __forceinline__ void read_ahead(u32 *symbols, u64 at, u64 step, u32 left)
+{
+#pragma unroll
+    for (u32 j = 0; j < AHEAD; ++j)
+        symbols[j] = j < left ? load_u8(at + j * step) : 0;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS) CONCAT(kvraw_codec_cdf_a, ALPHABET)(const CodecArgs a)
 {
@@ -18,23 +25,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) CONCAT(kvraw_codec_cdf_a, 
         mine[b * PITCH + lane] = 0;
     if (stream < a.streams) {
         u64 at = first_symbol(a, stream);
-        u32 bad = 0;
+        u32 bad = 0, next[AHEAD];
+        read_ahead(next, at, a.symbol_token, a.tokens);
         for (u32 t = 0; t < a.tokens; t += AHEAD) {
-            u32 symbol[AHEAD];
+            u64 low = 0, high = 0;
 #pragma unroll
-            for (u32 j = 0; j < AHEAD; ++j) {
-                symbol[j] = t + j < a.tokens ? load_u8(at) : 0;
-                at += a.symbol_token;
+            for (u32 j = 0; j < AHEAD / 2; ++j) {
+                low |= (u64)next[j] << 8 * j;
+                high |= (u64)next[j + AHEAD / 2] << 8 * j;
             }
-#pragma unroll
-            for (u32 j = 0; j < AHEAD; ++j) {
-                u32 s = symbol[j];
+            at += AHEAD * a.symbol_token;
+            read_ahead(next, at, a.symbol_token, a.tokens - t > AHEAD ? a.tokens - t - AHEAD : 0);
+            const u32 count = a.tokens - t < AHEAD ? a.tokens - t : AHEAD;
+            // A loop, not a list of steps: the assembler would move the loads behind most of them.
+#pragma unroll 1
+            for (u32 j = 0; j < count; ++j) {
+                u32 s = (u32)low & 0xFF;
+                low = low >> 8 | high << 56;
+                high >>= 8;
                 if (s > top) {
                     bad = s;
                     s = (a.flags & SIGNED) && s > 127 ? 0 : top;
                 }
-                if (t + j < a.tokens)
-                    ++mine[s * PITCH + lane];
+                ++mine[s * PITCH + lane];
             }
         }
         if (bad && !(a.flags & CLAMP))

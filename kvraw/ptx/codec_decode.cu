@@ -102,17 +102,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) CONCAT(kvraw_codec_decode_
     const u64 stream = (u64)blockIdx.x * THREADS + threadIdx.x, first = stream - lane;
     faulty[threadIdx.x] = 0;
     __syncthreads();
-    const u64 rows = a.cdf + first * (n + 1) * 2;
-#pragma unroll 4
-    for (u32 r = 0; r < 32; ++r)
-        if (first + r < a.streams)
-            for (u32 b = lane; b < GROUPS * 4; b += 32) {
-                const u64 entry = rows + (r * (n + 1) + b) * 2;
-                const u32 low = b < n ? load_u16(entry) : 0x10000;
-                entries[((b / 4) * 32 + r) * 4 + b % 4] = low;
-                if (b + 1 < n && load_u16(entry + 2) <= low)
-                    faulty[(threadIdx.x & ~31) + r] = b + 2;
+    for (u32 b = lane; b < GROUPS * 4; b += 32)
+        for (u32 r = 0; r < 32; r += ROWS) {
+            u32 low[ROWS], high[ROWS];
+            read_ends(a, first + r, b, low, high);
+#pragma unroll
+            for (u32 k = 0; k < ROWS; ++k) {
+                entries[((b / 4) * 32 + r + k) * 4 + b % 4] = low[k];
+                if (b < n && high[k] <= low[k] && first + r + k < a.streams)
+                    faulty[(threadIdx.x & ~31) + r + k] = b + 2;
             }
+        }
     __syncthreads();
     if (stream >= a.streams)
         return;

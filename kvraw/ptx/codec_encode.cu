@@ -82,17 +82,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) CONCAT(kvraw_codec_encode_
     const u64 stream = (u64)blockIdx.x * THREADS + threadIdx.x, first = stream - lane;
     faulty[threadIdx.x] = 0;
     __syncthreads();
-    const u64 rows = a.cdf + first * (n + 1) * 2;
-#pragma unroll 4
-    for (u32 r = 0; r < 32; ++r)
-        if (first + r < a.streams)
-            for (u32 b = lane; b < n; b += 32) {
-                const u64 entry = rows + (r * (n + 1) + b) * 2;
-                const u32 low = load_u16(entry), high = b == n - 1 ? 0x10000 : load_u16(entry + 2);
-                table[b * PITCH + r] = low | (high - 1) << 16;
-                if (high <= low)
-                    faulty[(threadIdx.x & ~31) + r] = b + 2;
+    for (u32 b = lane; b < n; b += 32)
+        for (u32 r = 0; r < 32; r += ROWS) {
+            u32 low[ROWS], high[ROWS];
+            read_ends(a, first + r, b, low, high);
+#pragma unroll
+            for (u32 k = 0; k < ROWS; ++k) {
+                table[b * PITCH + r + k] = (low[k] & 0xFFFF) | (high[k] - 1) << 16;
+                if (high[k] <= low[k] && first + r + k < a.streams)
+                    faulty[(threadIdx.x & ~31) + r + k] = b + 2;
             }
+        }
     __syncthreads();
     if (stream >= a.streams)
         return;
