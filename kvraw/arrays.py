@@ -11,7 +11,18 @@ import numpy.typing as npt
 
 from kvraw.errors import BoundsError
 
-__all__ = ["ASK_DRIVER", "IndexVector", "TensorView", "index_vector", "is_pointer", "pointer_vector", "tensor_view"]
+__all__ = [
+    "ASK_DRIVER",
+    "IndexVector",
+    "TensorView",
+    "dtype_name",
+    "fingerprint",
+    "host_bytes",
+    "index_vector",
+    "is_pointer",
+    "pointer_vector",
+    "tensor_view",
+]
 
 ASK_DRIVER = -1  # a device tensor whose protocol does not tell the device
 
@@ -142,6 +153,29 @@ def tensor_view(tensor: Any) -> TensorView:
             f"buffer protocol"
         ) from None
     return TensorView(int(array.ctypes.data), array.shape, array.strides, array.itemsize, None, array)
+
+
+def dtype_name(tensor: Any) -> str:
+    """Name of a tensor's element type, such as "int8" or "bfloat16"; "" where its protocol does not tell."""
+    if isinstance(tensor, TensorView):
+        return ""
+    return str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+
+
+def fingerprint(tensor: Any) -> tuple[Any, ...] | None:
+    """What `tensor_view` and `dtype_name` look at in a torch tensor, at a fraction of their cost; None for others."""
+    try:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    except (AttributeError, TypeError):
+        return None
+
+
+def host_bytes(view: TensorView) -> npt.NDArray[np.uint8]:
+    """Every byte from the first to the last element of a tensor in host memory, gaps included, to read and write."""
+    if 0 in view.shape:
+        return np.zeros(0, np.uint8)
+    size = sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)) + view.itemsize
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(view.address))
 
 
 def is_pointer(value: object) -> bool:

@@ -43,3 +43,14 @@ def device(request: pytest.FixtureRequest) -> int:
         return int(request.getfixturevalue("gpu"))
     request.getfixturevalue("fake")
     return 0
+
+
+@pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def codec_device(request: pytest.FixtureRequest) -> int | None:
+    """Host memory (None), and device 0 of the emulator and of the machine."""
+    if request.param == "cpu":
+        return None
+    if request.param == "gpu":
+        return int(request.getfixturevalue("gpu"))
+    request.getfixturevalue("fake")
+    return 0

@@ -16,7 +16,7 @@ from kvraw.arrays import U64
 from kvraw.engines.operands import Operands
 from kvraw.plan import CopyPlan, Side
 
-__all__ = ["CpuPlan", "copy_batch", "threads", "warm_up"]
+__all__ = ["CpuPlan", "copy_batch", "in_parts", "threads", "warm_up"]
 
 _SPLIT_BYTES = 1 << 20  # less is done by the calling thread: handing work over takes tens of microseconds
 _STREAM_BYTES = 8 << 20  # above about a last-level cache's share, stores go past the caches
@@ -65,6 +65,12 @@ def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
         future.result()
 
 
+def in_parts(work: Callable[[int, int], None], count: int, most: int) -> None:
+    """Do units 0 to `count` by stretches, on at most `most` of the engine's threads."""
+    parts = max(1, min(threads(), count, most))
+    _run(work, [count * k // parts for k in range(parts + 1)])
+
+
 class CpuPlan:
     """A copy plan made ready for the CPU engine."""
 
@@ -109,8 +115,7 @@ class CpuPlan:
                 stream,
             )
 
-        parts = max(1, min(threads(), units, nbytes // _SPLIT_BYTES))
-        _run(work, [units * k // parts for k in range(parts + 1)])
+        in_parts(work, units, nbytes // _SPLIT_BYTES)
 
 
 def copy_batch(dst: U64, src: U64, sizes: U64) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["copy_batch", "copy_items"]
+__all__ = ["copy_batch", "copy_items", "jit"]
 
 _LINE = 64  # bytes of a cache line: the unit of a streaming store
 _STREAM_FROM = 192  # shorter runs: the unaligned ends outweigh what streaming saves
@@ -71,7 +71,7 @@ def _fence(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
-def _jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any]) -> Any:
     """Compile without the GIL; cached on disk where the package or the home directory can hold a cache."""
     try:
         return numba.njit(nogil=True, cache=True)(function)
@@ -158,5 +158,5 @@ def _copy_batch_source(dst: Any, src: Any, sizes: Any, begin: Any, end: Any, str
         _fence()
 
 
-copy_items = _jit(_copy_items_source)
-copy_batch = _jit(_copy_batch_source)
+copy_items = jit(_copy_items_source)
+copy_batch = jit(_copy_batch_source)

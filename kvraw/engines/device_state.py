@@ -55,7 +55,7 @@ class DeviceState:
     """State of one device, shared by all plans; its context is current in every call."""
 
     def __init__(self, device: int) -> None:
-        d = driver()
+        self.owner = d = driver()
         self.device = device
         self.books = InFlight()
         self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")

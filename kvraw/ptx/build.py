@@ -22,16 +22,40 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """One PTX file: the sources and the definitions that it is built from."""
+    """One PTX file: the sources, the definitions and the target that it is built from and for."""
 
     name: str
     source: str
     headers: tuple[str, ...] = ()
     defines: tuple[str, ...] = ()
+    target: str = TARGET
 
 
-ARTIFACTS = tuple(
-    Artifact(f"copy_v{width}.ptx", "copy.cu", ("copy_args.h",), (f"VEC={width}",)) for width in (16, 8, 4, 2, 1)
+_CODEC = ("codec_args.h", "arith.h")
+_QUANTIZE = ("quantize_args.h", "arith.h")
+_ROPE = ("rope_args.h", "arith.h")
+ARTIFACTS = (
+    *(Artifact(f"copy_v{width}.ptx", "copy.cu", ("copy_args.h",), (f"VEC={width}",)) for width in (16, 8, 4, 2, 1)),
+    *(
+        Artifact(f"codec_{what}_a{alphabet}.ptx", f"codec_{what}.cu", _CODEC, (f"ALPHABET={alphabet}",))
+        for what in ("cdf", "encode", "decode")
+        for alphabet in (32, 64, 256)
+    ),
+    Artifact("codec_pack.ptx", "codec_pack.cu", _CODEC),
+    Artifact("quantize.ptx", "quantize.cu", _QUANTIZE, ("BACK=0",)),
+    Artifact("dequantize.ptx", "quantize.cu", _QUANTIZE, ("BACK=1",)),
+    *(
+        Artifact(f"rope_{name}_v{vector}.ptx", "rope.cu", _ROPE, (f"TYPE={kind}", f"VECTOR={vector}", "NATIVE=0"))
+        for name, kind, vector in (
+            ("fp32", 32, 16),
+            ("fp32", 32, 4),
+            ("fp16", 16, 16),
+            ("fp16", 16, 2),
+            ("bf16", 0xBF, 2),
+        )
+    ),
+    # Arithmetic in bf16 came with compute capability 8.0; without it, rounding takes longer than memory does.
+    Artifact("rope_bf16_v16.ptx", "rope.cu", _ROPE, ("TYPE=191", "VECTOR=16", "NATIVE=1"), "compute_80"),
 )
 
 
@@ -69,7 +93,7 @@ def compile_ptx(artifact: Artifact) -> str:
     names = (ctypes.c_char_p * len(texts))(*(h.encode() for h in artifact.headers))
     source = (HERE / artifact.source).read_bytes()
     lib.nvrtcCreateProgram(ctypes.byref(program), source, artifact.source.encode(), len(texts), bodies, names)
-    flags = [f"--gpu-architecture={TARGET}", "--std=c++17", *(f"-D{d}" for d in artifact.defines)]
+    flags = [f"--gpu-architecture={artifact.target}", "--std=c++17", *(f"-D{d}" for d in artifact.defines)]
     failed = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags)))
     size = ctypes.c_size_t()
     if failed:

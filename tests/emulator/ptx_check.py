@@ -15,7 +15,7 @@ from tests.emulator.ptx_text import SIZES
 HEADER = ".version 8.0\n.target sm_75\n.address_size 64\n"
 BLOCK = 256
 _REGISTERS = {1: "%p", 16: "%h", 32: "%r", 64: "%d"}
-FRACTION = {"f16": 10, "f32": 23, "f64": 52}  # bits of the fraction
+FRACTION = {"f16": 10, "bf16": 7, "f32": 23, "f64": 52}  # bits of the fraction
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 

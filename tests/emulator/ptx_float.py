@@ -71,6 +71,40 @@ def _fused_f64(a: Array, b: Array, c: Array) -> Array:
     return found
 
 
+def _to_bf16(value: Array) -> Array:
+    """Round f64 to bf16, in the high half of f32: first to odd, so that it is rounded once in all."""
+    near = value.astype(np.float32)
+    bits = near.view(np.uint32)
+    inexact = np.isfinite(value) & (near.astype(np.float64) != value) & (bits & np.uint32(1) == 0)
+    beyond = np.where(np.abs(near.astype(np.float64)) > np.abs(value), np.float32(0), np.copysign(np.inf, near))
+    bits = np.where(inexact, np.nextafter(near, beyond.astype(np.float32)), near).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    return np.where(np.isnan(value), np.uint32(0x7FFF), rounded >> np.uint32(16))
+
+
+def _packed_fused(kind: str) -> Callable[[Array, Array, Array], Array]:
+    """Fused multiply-add of the two halves of 32-bit registers."""
+
+    def halves(word: Array) -> list[Array]:
+        low, high = word & np.uint32(0xFFFF), word >> np.uint32(16)
+        if kind == "f16":
+            return [half.astype(np.uint16).view(np.float16).astype(np.float64) for half in (low, high)]
+        return [(half << np.uint32(16)).view(np.float32).astype(np.float64) for half in (low, high)]
+
+    def fused(a: Array, b: Array, c: Array) -> Array:
+        found = []
+        for x, y, z in zip(halves(a), halves(b), halves(c), strict=True):
+            exact = _odd_sum(x * y, z)
+            if kind == "f16":
+                found.append(_narrow(kind, "rn", exact).view(np.uint16).astype(np.uint32))
+            else:
+                found.append(_to_bf16(exact))
+        result: Array = found[1] << np.uint32(16) | found[0]
+        return result
+
+    return fused
+
+
 def _sum(kind: str, mode: str, sign: int) -> Callable[[Array, Array], Array]:
     def run(a: Array, b: Array) -> Array:
         return _narrow(kind, mode, _odd_sum(a.astype(np.float64), sign * b.astype(np.float64)))
@@ -120,6 +154,9 @@ def _arithmetic() -> None:
             FLOAT_OPS[f"sub.{mode}.{kind}"] = Op((kind,), (kind, kind), _sum(kind, mode, -1))
             FLOAT_OPS[f"mul.{mode}.{kind}"] = Op((kind,), (kind, kind), _product(kind, mode))
             FLOAT_OPS[f"fma.{mode}.{kind}"] = Op((kind,), (kind, kind, kind), _fused(kind, mode))
+    FLOAT_OPS["div.rn.f32"] = Op(("f32",), ("f32", "f32"), lambda a, b: _canonical("f32", np.divide(a, b)))
+    for kind in ("f16", "bf16"):
+        FLOAT_OPS[f"fma.rn.{kind}x2"] = Op(("b32",), ("b32", "b32", "b32"), _packed_fused(kind))
     FLOAT_OPS["add.rn.f64"] = Op(("f64",), ("f64", "f64"), np.add)
     FLOAT_OPS["sub.rn.f64"] = Op(("f64",), ("f64", "f64"), np.subtract)
     FLOAT_OPS["mul.rn.f64"] = Op(("f64",), ("f64", "f64"), np.multiply)

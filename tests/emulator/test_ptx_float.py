@@ -16,17 +16,18 @@ TESTED = Covered()
 FLOATS = ("f16", "f32", "f64")
 CANONICAL = {"f16": 0x7FFF, "f32": 0x7FFFFFFF}
 NAN, INF = "nan", "inf"
+BITS = {**SIZES, "bf16": 16}
 
 
 def shape(kind):
     """Bits of the fraction, and the bias, which is the largest exponent too."""
-    return FRACTION[kind], (1 << SIZES[kind] - FRACTION[kind] - 2) - 1
+    return FRACTION[kind], (1 << BITS[kind] - FRACTION[kind] - 2) - 1
 
 
 def decode(bits, kind):
     """Return the sign (0 or 1), and the magnitude as a fraction, or what it is instead."""
     fraction, bias = shape(kind)
-    sign, exponent, low = bits >> SIZES[kind] - 1, bits >> fraction & 2 * bias + 1, bits & (1 << fraction) - 1
+    sign, exponent, low = bits >> BITS[kind] - 1, bits >> fraction & 2 * bias + 1, bits & (1 << fraction) - 1
     if exponent == 2 * bias + 1:
         return sign, NAN if low else INF
     if exponent:
@@ -37,7 +38,7 @@ def decode(bits, kind):
 def encode(sign, magnitude, kind, mode="rn"):
     """Round to nearest even, or towards zero."""
     fraction, bias = shape(kind)
-    top = sign << SIZES[kind] - 1
+    top = sign << BITS[kind] - 1
     infinity = (2 * bias + 1) << fraction
     if magnitude == NAN:
         return NAN
@@ -78,6 +79,15 @@ def multiply(a, b):
     return sign, INF if INF in (a[1], b[1]) else a[1] * b[1]
 
 
+def divide(a, b):
+    sign = a[0] ^ b[0]
+    if NAN in (a[1], b[1]) or a[1] == b[1] == INF or a[1] == b[1] == 0:
+        return 0, NAN
+    if a[1] == INF or b[1] == 0:
+        return sign, INF
+    return sign, 0 if b[1] == INF else a[1] / b[1]
+
+
 def integral(mode, a):
     sign, magnitude = a
     if magnitude in (NAN, INF):
@@ -112,6 +122,7 @@ for k in FLOATS:
         if SIZES[other] > SIZES[k]:
             CASES[f"cvt.{other}.{k}"] = other, (k,), lambda a: a, "rn"
             CASES |= {f"cvt.{m}.{k}.{other}": (k, (other,), lambda a: a, m) for m in ("rn", "rz")}
+CASES["div.rn.f32"] = "f32", ("f32", "f32"), divide, "rn"
 TESTED.update(CASES)
 
 
@@ -121,11 +132,11 @@ def near(kinds, count, seed):
     columns = []
     for kind in kinds:
         fraction, bias = shape(kind)
-        width = {"f16": 6, "f32": 26, "f64": 56}[kind]
+        width = {"f16": 6, "bf16": 12, "f32": 26, "f64": 56}[kind]
         exponents = [max(1, bias + rng.randrange(-width, width) // 2) for _ in range(count)]
         tails = [rng.choice([rng.getrandbits(fraction), 0, 1, (1 << fraction) - 1]) for _ in range(count)]
         columns.append(
-            [rng.getrandbits(1) << SIZES[kind] - 1 | e << fraction | t for e, t in zip(exponents, tails, strict=True)]
+            [rng.getrandbits(1) << BITS[kind] - 1 | e << fraction | t for e, t in zip(exponents, tails, strict=True)]
         )
     return columns
 
@@ -145,6 +156,28 @@ def test_instruction_rounds_the_exact_result(form):
             assert decode(value, result)[1] == NAN, row
         else:
             assert value == CANONICAL[result], row
+
+
+PACKED = {"fma.rn.f16x2": "f16", "fma.rn.bf16x2": "bf16"}
+TESTED.update(PACKED)
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_packed_halves_are_fused_on_their_own(form):
+    kind, rng = PACKED[form], random.Random(form)
+    fraction, bias = shape(kind)
+    edges = [
+        sign << 15 | e << fraction | t for sign in (0, 1) for e in (0, 1, bias, 2 * bias, 2 * bias + 1) for t in (0, 1)
+    ]
+    columns = [[rng.choice(edges) for _ in range(1024)] + [rng.getrandbits(16) for _ in range(512)] for _ in range(3)]
+    halves = [a + b for a, b in zip(columns, near((kind,) * 3, 1536, form), strict=True)]
+    words = [[high << 16 | low for low, high in zip(h[::2], h[1::2], strict=True)] for h in halves]
+    (found,) = evaluate(f"{form} {{z0}}, {{a0}}, {{a1}}, {{a2}};", ("b32",), ("b32",) * 3, words)
+    for *row, value in zip(*words, found, strict=True):
+        for shift in (0, 16):
+            a, b, c = (decode(word >> shift & 0xFFFF, kind) for word in row)
+            want = encode(*add(multiply(a, b), c), kind)
+            assert (value >> shift & 0xFFFF) == (0x7FFF if want == NAN else want), (row, shift)
 
 
 TO_INTEGER = [

@@ -13,13 +13,23 @@ import numpy as np
 import pytest
 
 import kvraw.ptx
+from kvraw.codec import args as codec_args
 from kvraw.engines import kernel_args as ka
 from kvraw.errors import ArtifactError
 from kvraw.ptx import build, loader
+from kvraw.rope import args as rope_args
 
 ROOT = Path(kvraw.ptx.__file__).parent
 NAMES = [a.name for a in build.ARTIFACTS]
 TARGETS = (75, 80, 86, 89, 90, 100, 120)
+TARGET_OF = {a.name: int(a.target.removeprefix("compute_")) for a in build.ARTIFACTS}
+# By header: argument block, table of its offsets in the PTX, module with the header's enumerators.
+BLOCKS = {
+    "copy_args.h": (ka.ARGS, "kvraw_copy_layout", ka),
+    "codec_args.h": (codec_args.CODEC, "kvraw_codec_layout", codec_args),
+    "quantize_args.h": (codec_args.QUANTIZE, "kvraw_quantize_layout", codec_args),
+    "rope_args.h": (rope_args.ROPE, "kvraw_rope_layout", rope_args),
+}
 
 
 def ptxas() -> str | None:
@@ -43,7 +53,7 @@ def test_manifest_matches_artifact_and_sources(name: str) -> None:
     for source, digest in entry["sources"].items():
         assert hashlib.sha256((ROOT / source).read_bytes()).hexdigest() == digest, f"{source} changed: rebuild the PTX"
     assert entry["version"] == "8.0"
-    assert entry["target"] == "sm_75"
+    assert entry["target"] == f"sm_{TARGET_OF[name]}"
     assert dict(build.entries(text)) == entry["entries"]
 
 
@@ -56,8 +66,12 @@ def test_rebuilding_gives_the_committed_bytes(artifact: build.Artifact) -> None:
     assert text == (ROOT / artifact.name).read_text()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", NAMES)
+def test_only_a_faster_twin_needs_a_newer_target() -> None:
+    newer = {name: target for name, target in TARGET_OF.items() if target != 75}
+    assert newer == {"rope_bf16_v16.ptx": 80}  # older devices take rope_bf16_v2.ptx, as tests/unit/test_rope.py shows
+
+
+@pytest.mark.parametrize(("name", "target"), [(n, t) for n in NAMES for t in TARGETS if t >= TARGET_OF[n]])
 def test_assembles_without_spills(name: str, target: int, tmp_path: Path) -> None:
     tool = ptxas()
     if tool is None:
@@ -79,26 +93,36 @@ def flat_offsets(dtype: np.dtype, base: int = 0) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_argument_block_matches(name: str) -> None:
-    text = loader.read_ptx(name).decode()
-    (numbers,) = re.findall(r"kvraw_copy_layout\[\d+\] = \{([\d, ]+)\}", text)
+@pytest.mark.parametrize("artifact", build.ARTIFACTS, ids=lambda a: a.name)
+def test_argument_block_matches(artifact: build.Artifact) -> None:
+    dtype, table, _ = BLOCKS[artifact.headers[0]]
+    text = loader.read_ptx(artifact.name).decode()
+    (numbers,) = re.findall(rf"{table}\[\d+\] = \{{([\d, ]+)\}}", text)
     compiled = np.array([int(x) for x in numbers.split(",")], np.uint8).view(np.uint32).tolist()
-    assert compiled == [*flat_offsets(ka.ARGS), ka.ARGS.itemsize]
+    assert compiled == [*flat_offsets(dtype), dtype.itemsize]
     ((entry, (parameter,)),) = build.entries(text)
-    width = re.fullmatch(r"kvraw_copy_v(\d+)", entry)
-    assert width is not None
-    assert name == f"copy_v{width[1]}.ptx"
-    assert parameter == f".param .align 8 .b8 {entry}_param_0[{ka.ARGS.itemsize}]"
-    assert ka.ARGS.itemsize <= 4096
+    assert entry == f"kvraw_{Path(artifact.name).stem}"
+    assert parameter == f".param .align 8 .b8 {entry}_param_0[{dtype.itemsize}]"
+    assert dtype.itemsize <= 4096
 
 
-def test_flags_match_the_header() -> None:
-    header = (ROOT / "copy_args.h").read_text()
-    for name in ("INDEX_INLINE", "INDEX_I64", "INDEX_I32", "TABLE_INLINE", "SKIP_NEGATIVE", "CHECK"):
-        (value,) = re.findall(rf"\b{name} = (\d+)", header)
-        assert getattr(ka, name) == int(value)
-    assert int(re.findall(r"#define WORDS (\d+)", header)[0]) == ka.WORDS
+@pytest.mark.parametrize("header", BLOCKS)
+def test_enumerators_match_the_header(header: str) -> None:
+    found = re.findall(
+        r"^\s+([A-Z][A-Z0-9_]+) = (\d+)|[{,] ([A-Z][A-Z0-9_]+) = (\d+)", (ROOT / header).read_text(), re.M
+    )
+    values = {a or c: int(b or d) for a, b, c, d in found}
+    assert values
+    assert {name: getattr(BLOCKS[header][2], name) for name in values} == values
+
+
+def test_constants_match_the_sources() -> None:
+    for file, name, value in (
+        ("copy_args.h", "WORDS", ka.WORDS),
+        ("quantize_args.h", "LAYERS", codec_args.MOST_LAYERS),
+        ("rope.cu", "HEADS", rope_args.HEADS),
+    ):
+        assert int(re.findall(rf"#define {name} (\d+)", (ROOT / file).read_text())[0]) == value
 
 
 def test_an_altered_artifact_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""The coder's single steps, between buffers of the caller's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvraw.codec import args, cpu, gpu
+from kvraw.codec.operands import Job
+from kvraw.engines.grid import Launches, Operation
+from kvraw.runtime.stream import stream_handle
+
+__all__ = ["decode_into", "encode_into", "write_cdf"]
+
+
+_launches = Launches()
+
+
+def _run(what: str, tensors: tuple[Any, ...], flags: int, stream: Any) -> Operation:
+    """`tensors` is symbols, distributions, streams and lengths, or the first two."""
+    key, launch = _launches.get((what, flags), tensors)
+    if launch is None:
+        job = Job.make(*tensors, out="out" if what == "encode" else "", flags=flags)
+        if job.device is None:
+            cpu.run_job(what, job)
+            return Operation()
+        handle = stream_handle(stream)
+        if job.streams == 0:
+            return Operation()
+        launch = gpu.launch_of(what, job)
+        _launches.put(key, launch)
+        return launch.enqueue(handle, (job,))
+    return launch.enqueue(stream_handle(stream), tensors)
+
+
+def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None) -> Operation:
+    """Count symbols, and write each channel's cumulative distribution.
+
+    Entry b is ``(65535 - alphabet) * (symbols below b) // tokens + b``, or b where there are no tokens: every symbol
+    keeps a share, and the last entry is 65535 at most.
+
+    Parameters
+    ----------
+    symbols : tensor of uint8 or int8, [layers, tokens, channels]
+        Any non-negative strides.
+    out : tensor of int16 or uint16, [layers, channels, alphabet + 1]
+        Written; its last axis tells the alphabet.
+    clamp : bool
+        Count a symbol outside the alphabet as the nearest inside (negative int8 ones as 0) instead of refusing it.
+    stream : object
+        Stream of the device that holds the tensors; not needed in host memory, where the call returns when it is done.
+
+    Returns
+    -------
+    Operation
+        On a GPU, its `wait` raises what the kernel found.
+
+    Raises
+    ------
+    LayoutError, TypeError, PlacementError, BoundsError
+        Shapes, element types or places do not fit, or a symbol is outside the alphabet; says which.
+    """
+    return _run("cdf", (symbols, out), args.CLAMP if clamp else 0, stream)
+
+
+def encode_into(cdf: Any, symbols: Any, out: Any, lengths: Any, *, stream: Any = None) -> Operation:
+    """Code each channel into its slot of a buffer.
+
+    Parameters
+    ----------
+    cdf : tensor of int16 or uint16, [layers, channels, alphabet + 1]
+        Rising but for the last entry, which stands for 65536 whatever it is.
+    symbols : tensor of uint8 or int8, [layers, tokens, channels]
+        Any non-negative strides.
+    out : tensor of uint8, [layers, channels, bytes]
+        Receives the streams; bytes behind a stream's end stay as they are.
+    lengths : tensor of int32, [layers, channels]
+        Receives the bytes of each stream, also where they do not fit.
+    stream : object
+        See `write_cdf`.
+
+    Raises
+    ------
+    BoundsError
+        A stream does not fit its slot (says which and how much it needs), or a symbol is outside the alphabet.
+    LayoutError, TypeError, PlacementError
+        Shapes, element types or places do not fit, or a distribution does not rise.
+    """
+    return _run("encode", (symbols, cdf, out, lengths), 0, stream)
+
+
+def decode_into(cdf: Any, data: Any, lengths: Any, out: Any, *, packed: bool = False, stream: Any = None) -> Operation:
+    """Decode each channel.
+
+    Parameters
+    ----------
+    cdf : tensor of int16 or uint16, [layers, channels, alphabet + 1]
+        What the streams were coded with.
+    data : tensor of uint8
+        [layers, channels, bytes]; packed: one axis, the streams back to back.
+    lengths : tensor, [layers, channels]
+        Bytes of each stream, int32; packed: their inclusive prefix sums, int32 or int64.
+    out : tensor of uint8 or int8, [layers, tokens, channels]
+        Receives the symbols; any non-negative strides. Damaged streams give wrong symbols, all inside the alphabet.
+    packed : bool
+        Which form `data` and `lengths` have.
+    stream : object
+        See `write_cdf`.
+
+    Raises
+    ------
+    BoundsError
+        A length or prefix sum reaches outside `data`; nothing outside is read.
+    LayoutError, TypeError, PlacementError
+        Shapes, element types or places do not fit, or a distribution does not rise.
+    """
+    return _run("decode", (out, cdf, data, lengths), args.PACKED if packed else 0, stream)

@@ -1,0 +1,286 @@
+"""Re-rotation of keys: operands, checks and the two ways to carry it out."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kvraw.arrays import ASK_DRIVER, IndexVector, TensorView, dtype_name, host_bytes, index_vector, tensor_view
+from kvraw.engines.cpu import in_parts
+from kvraw.engines.device_state import DeviceState, Upload, device_state
+from kvraw.engines.grid import Launch, Launches, Operation
+from kvraw.engines.kernel_args import divider
+from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
+from kvraw.ptx.loader import read_ptx
+from kvraw.rope import args
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import locate
+from kvraw.runtime.module import ArgumentBlock, Kernel
+from kvraw.runtime.stream import stream_handle
+
+__all__ = ["rerotate_keys"]
+
+THREADS = 256
+_SPLIT_ELEMENTS = 1 << 16
+# Element types by name: the kernels' name, bytes, and the array type that the numba kernel knows it by.
+_DTYPES: dict[str, tuple[str, int, Any]] = {
+    "float32": ("fp32", 4, np.float32),
+    "float16": ("fp16", 2, np.uint16),
+    "bfloat16": ("bf16", 2, np.int16),
+}
+_NAMES = ("old_positions", "new_positions")
+_launches = Launches()
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotation:
+    """A call taken in: keys as [tokens, heads] of `head_size` elements that are dense in a head."""
+
+    key: TensorView
+    cache: TensorView
+    tokens: int
+    heads: int
+    half: int  # elements
+    token_stride: int  # bytes, as the next
+    head_stride: int
+    cache_row: int
+    dtype: str
+    neox: bool
+    device: int | None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.key.itemsize
+
+    @property
+    def limit(self) -> int:
+        """Positions that the cache has."""
+        return self.cache.shape[0]
+
+
+def _dtype(name: str, tensor: Any, view: TensorView, given: str | None) -> str:
+    found = (given or dtype_name(tensor)).removeprefix("torch.")
+    if found not in _DTYPES or _DTYPES[found][1] != view.itemsize:
+        raise TypeError(
+            f"{name} holds {found or 'elements of a type that its protocol does not tell'} of {view.itemsize} bytes; "
+            f"pass dtype=, one of {', '.join(_DTYPES)}"
+        )
+    return found
+
+
+def _place(view: TensorView) -> int | None:
+    return locate(view.address, max(view.nbytes, 1)).device if view.device == ASK_DRIVER else view.device
+
+
+def _take(
+    key: Any, cache: Any, neox: bool, head_size: int | None, head_stride: int | None, dtype: str | None
+) -> _Rotation:
+    k, c = tensor_view(key), tensor_view(cache)
+    kind = _dtype("key", key, k, dtype)
+    if _dtype("cos_sin_cache", cache, c, dtype) != kind:
+        raise TypeError(f"cos_sin_cache holds {dtype_name(cache)}, must hold {kind} as key does")
+    if len(c.shape) != 2 or c.shape[1] % 2 or (c.shape[1] > 1 and c.strides[1] != c.itemsize) or c.strides[0] < 0:
+        raise LayoutError(f"cos_sin_cache has shape {c.shape}, must be [positions, rotary dimension] with dense rows")
+    size = k.itemsize
+    if len(k.shape) == 3:
+        tokens, heads, width = k.shape
+        token_stride, at_head, step = k.strides
+        if head_size not in (None, width) or head_stride not in (None, at_head // size):
+            raise LayoutError(
+                f"key has heads of {width} elements, {at_head // size} apart; head_size is {head_size} and head_stride "
+                f"{head_stride}"
+            )
+    elif len(k.shape) == 2:
+        if head_size is None or head_size <= 0:
+            raise LayoutError("key has 2 axes; pass head_size")
+        tokens, width = k.shape
+        token_stride, step = k.strides
+        at_head = (head_stride or head_size) * size
+        heads, rest = divmod(width, at_head // size)
+        if rest or head_size * size > at_head:
+            raise LayoutError(
+                f"key has {width} elements per token, must be a multiple of head_stride {at_head // size}, which must "
+                f"be at least head_size {head_size}"
+            )
+        width = head_size
+    else:
+        raise LayoutError(
+            f"key has {len(k.shape)} axes, must be [tokens, heads, head size] or [tokens, heads * stride]"
+        )
+    if step != size and width > 1:
+        raise LayoutError(f"key has strides {k.strides} bytes, the elements of a head must be dense")
+    if min(token_stride, at_head) < 0 or token_stride % size or at_head % size:
+        raise LayoutError(f"key has strides {k.strides} bytes, must be non-negative multiples of {size}")
+    if c.shape[1] > width:
+        raise LayoutError(f"cos_sin_cache has {c.shape[1]} rotary dimensions, key has heads of {width} elements")
+    places = {"key": _place(k), "cos_sin_cache": _place(c)}
+    if len(set(places.values())) > 1:
+        raise PlacementError(f"key and cos_sin_cache lie apart: device {places['key']}, {places['cos_sin_cache']}")
+    half = c.shape[1] // 2
+    return _Rotation(k, c, tokens, heads, half, token_stride, at_head, c.strides[0], kind, neox, places["key"])
+
+
+def _positions(name: str, values: Any, r: _Rotation, check: bool) -> IndexVector:
+    found = index_vector(name, values)
+    if found.count != r.tokens:
+        raise BoundsError(f"{name} has {found.count} positions, key has {r.tokens} tokens")
+    if found.host is not None and check and found.count:
+        bad = (found.host < 0) | (found.host >= r.limit)
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise BoundsError(f"{name}[{at}] is {found.host[at]}, must be in [0, {r.limit})")
+    return found
+
+
+def rerotate_keys(
+    key: Any,
+    old_positions: Any,
+    new_positions: Any,
+    cos_sin_cache: Any,
+    *,
+    neox: bool = True,
+    head_size: int | None = None,
+    head_stride: int | None = None,
+    dtype: str | None = None,
+    check: bool = True,
+    stream: Any = None,
+) -> Operation:
+    """Take the rotation of keys at their old positions back and apply that of new ones, in place.
+
+    Every product and sum is rounded to the keys' type, as a chain of tensor operations would.
+
+    Parameters
+    ----------
+    key : tensor of float32, float16 or bfloat16
+        [tokens, heads, head size], heads apart by any stride; or [tokens, heads * head_stride].
+    old_positions, new_positions : vector of int64 or int32
+        One per token, on the host or on the keys' device.
+    cos_sin_cache : tensor of the keys' type, [positions, rotary dimension]
+        Rows of cosines, then sines. The rotary dimension may be less than the head size: the rest stays as it is.
+    neox : bool
+        Pairs are an element and the one half a rotary dimension on; else they are neighbours.
+    head_size, head_stride : int, optional
+        Elements of a head, and from one head to the next; needed where `key` has two axes (the stride is the size if
+        not given).
+    dtype : str, optional
+        Element type of key and cache, where their protocols do not tell.
+    check : bool
+        Check positions, on the host where they are there, else in the kernel, which leaves such tokens alone.
+    stream : object
+        On a GPU, the stream to enqueue it on.
+
+    Raises
+    ------
+    BoundsError
+        A position is outside the cache; from `Operation.wait` where positions lie on a device.
+    LayoutError, TypeError, PlacementError
+        Shapes, element types or places do not fit.
+    """
+    tensors = (key, old_positions, new_positions, cos_sin_cache)
+    found, launch = _launches.get((neox, head_size, head_stride, dtype, check), tensors)
+    if launch is not None:
+        return launch.enqueue(stream_handle(stream), tensors)
+    r = _take(key, cos_sin_cache, neox, head_size, head_stride, dtype)
+    old, new = (_positions(n, v, r, check) for n, v in zip(_NAMES, (old_positions, new_positions), strict=True))
+    if r.device is None:
+        if old.host is None or new.host is None:
+            raise PlacementError("key is in host memory, positions lie on a device")
+        if r.tokens and r.heads and r.half:
+            _on_host(r, old, new)
+        return Operation()
+    handle = stream_handle(stream)
+    if not (r.tokens and r.heads and r.half):
+        return Operation()
+    for name, index in zip(_NAMES, (old, new), strict=True):
+        if index.device not in (None, ASK_DRIVER, r.device):
+            raise PlacementError(f"{name} lie on device {index.device}, key on device {r.device}")
+    with DeviceScope(r.device):
+        upload = _send(device_state(r.device), (old, new), handle)
+        launch = _launch(r, (old, new), check, upload)
+        if upload is None:
+            _launches.put(found, launch)
+        return launch.enqueue(handle, (r, old, new), upload)
+
+
+def _kernels() -> ModuleType:
+    try:
+        from kvraw.rope import cpu_kernels
+    except ImportError as error:
+        raise ImportError(f"key re-rotation on the CPU needs numba, which cannot be imported: {error}") from error
+    return cpu_kernels
+
+
+def _on_host(r: _Rotation, old: IndexVector, new: IndexVector) -> None:
+    size, array_type = r.itemsize, _DTYPES[r.dtype][2]
+    strides = (r.token_stride // size, r.head_stride // size, r.cache_row // size)
+    counts = np.array([r.heads, r.half, *strides, not r.neox], np.int64)
+    kernel = _kernels().rerotate
+    keys, cache = host_bytes(r.key).view(array_type), host_bytes(r.cache).view(array_type)
+    work = lambda begin, end: kernel(keys, cache, old.host, new.host, counts, begin, end)  # noqa: E731
+    in_parts(work, r.tokens, r.tokens * r.heads * r.half // _SPLIT_ELEMENTS)
+
+
+@functools.cache
+def _kernel(name: str, vector: int) -> Kernel:
+    return Kernel(read_ptx(f"rope_{name}_v{vector}.ptx"), f"kvraw_rope_{name}_v{vector}")
+
+
+def _vector(r: _Rotation) -> int:
+    """Bytes of a kernel's accesses: 16 where all alignments allow it, else one element."""
+    bits = r.key.address | r.cache.address | r.token_stride | r.head_stride | r.cache_row | r.half * r.itemsize
+    assert r.device is not None
+    # The vector kernel for bf16 needs arithmetic in that type.
+    able = r.dtype != "bfloat16" or driver().device_attribute(r.device, "COMPUTE_CAPABILITY_MAJOR") >= 8
+    return 16 if bits % 16 == 0 and able else r.itemsize
+
+
+def _launch(r: _Rotation, positions: tuple[IndexVector, IndexVector], check: bool, upload: Upload | None) -> Launch:
+    """The launch for a call; it holds no tensor."""
+    assert r.device is not None
+    vector, limit = _vector(r), r.limit
+    vectors, groups = r.half * r.itemsize // vector, -(-r.heads // args.HEADS)
+    block = ArgumentBlock(args.ROPE)
+    a = block.record[0]
+    a["key"], a["cache"] = r.key.address, r.cache.address
+    a["units"] = units = r.tokens * groups * vectors
+    a["key_token"], a["key_head"], a["cache_row"], a["limit"] = r.token_stride, r.head_stride, r.cache_row, limit
+    a["groups"], a["vectors"], a["heads"], a["half"] = groups, vectors, r.heads, r.half * r.itemsize
+    a["groups_magic"], a["groups_shift"] = divider(groups)
+    a["vectors_magic"], a["vectors_shift"] = divider(vectors)
+    flags = 0 if r.neox else args.INTERLEAVED
+    if check and any(p.host is None for p in positions):
+        flags |= args.CHECK
+    at = upload.device.address if upload is not None else 0
+    for name, index, narrow in zip(_NAMES, positions, (args.OLD_I32, args.NEW_I32), strict=True):
+        a[name] = index.address if index.host is None else at
+        at += 8 * r.tokens if index.host is not None else 0
+        flags |= narrow if index.width == 4 else 0
+    a["flags"] = flags
+
+    def explain(which: int, token: int, value: int) -> KvrawError:
+        signed = value - (1 << 64) if value >> 63 else value
+        return BoundsError(
+            f"{_NAMES[which]}[{token}] is {signed}, must be in [0, {limit}); the kernel left out every such token"
+        )
+
+    return Launch(r.device, _kernel(_DTYPES[r.dtype][0], vector), block, -(-units // THREADS), THREADS, explain)
+
+
+def _send(state: DeviceState, positions: tuple[IndexVector, IndexVector], stream: int) -> Upload | None:
+    """Positions that are on the host, one behind the other, on their way to the device."""
+    host = [p.host for p in positions if p.host is not None]
+    if not host:
+        return None
+    upload = state.take_upload(sum(len(h) for h in host))
+    at = 0
+    for values in host:
+        upload.words[at : at + len(values)] = values.view(np.uint64)
+        at += len(values)
+    upload.send(at, stream)
+    return upload

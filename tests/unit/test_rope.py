@@ -1,0 +1,95 @@
+"""Key re-rotation on the CPU beside torch's operations, and clear errors for what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvraw
+from kvraw.rope import rerotate_keys
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize(("rotary", "size"), [(128, 128), (64, 80), (6, 7)])
+def test_beside_torch(rotary: int, size: int, neox: bool, dtype: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    kind, half = getattr(torch, dtype), rotary // 2
+    torch.manual_seed(0)
+    key = (torch.randn(70, 5, size) * 3).to(kind)
+    angle = torch.arange(200)[:, None] / 10000 ** (torch.arange(half) / half)
+    cache = torch.cat([angle.cos(), angle.sin()], 1).to(kind)
+    old, new = torch.randint(0, 200, (70,)), torch.randint(0, 200, (70,), dtype=torch.int32)
+    want = key.clone()
+    x, y = (want[..., :half], want[..., half:rotary]) if neox else (want[..., 0:rotary:2], want[..., 1:rotary:2])
+    oc, os = cache[old][:, None].chunk(2, -1)
+    nc, ns = cache[new][:, None].chunk(2, -1)
+    u, v = x * oc + y * os, y * oc - x * os
+    first, second = u * nc - v * ns, v * nc + u * ns
+    x.copy_(first)
+    y.copy_(second)
+    rerotate_keys(key, old, new, cache, neox=neox).wait()
+    assert torch.equal(key, want)
+
+
+def test_there_and_back() -> None:
+    rng = np.random.default_rng(0)
+    key = rng.standard_normal((300, 4, 64)).astype(np.float32)
+    angle = np.arange(500)[:, None] / 10000 ** (np.arange(32) / 32)
+    cache = np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
+    old, new = rng.integers(0, 500, 300), rng.integers(0, 500, 300)
+    moved = key.copy()
+    rerotate_keys(moved, old, new, cache)
+    assert np.abs(moved - key).max() > 0.5
+    rerotate_keys(moved, new, old, cache)
+    np.testing.assert_allclose(moved, key, atol=2e-6)
+
+
+KEY, CACHE, POSITIONS = np.zeros((4, 2, 16), np.float32), np.zeros((10, 16), np.float32), np.zeros(4, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "said"),
+    [
+        ((KEY, POSITIONS[:3], POSITIONS, CACHE), {}, kvraw.BoundsError, "old_positions has 3 positions, key has 4"),
+        (
+            (KEY, POSITIONS, POSITIONS + 10, CACHE),
+            {},
+            kvraw.BoundsError,
+            r"new_positions\[0\] is 10, must be in \[0, 10\)",
+        ),
+        ((KEY, POSITIONS, POSITIONS.astype(float), CACHE), {}, TypeError, "new_positions holds float64"),
+        ((KEY, POSITIONS, POSITIONS, CACHE.astype(np.float16)), {}, TypeError, "must hold float32 as key does"),
+        (
+            (KEY.astype(np.uint16), POSITIONS, POSITIONS, CACHE),
+            {},
+            TypeError,
+            "key holds uint16 of 2 bytes; pass dtype=",
+        ),
+        ((KEY, POSITIONS, POSITIONS, CACHE[:, :15]), {}, kvraw.LayoutError, "cos_sin_cache has shape"),
+        ((KEY, POSITIONS, POSITIONS, CACHE[0]), {}, kvraw.LayoutError, "cos_sin_cache has shape"),
+        (
+            (KEY[..., :8], POSITIONS, POSITIONS, CACHE),
+            {},
+            kvraw.LayoutError,
+            "16 rotary dimensions, key has heads of 8",
+        ),
+        ((KEY[..., ::2], POSITIONS, POSITIONS, CACHE), {}, kvraw.LayoutError, "must be dense"),
+        ((KEY[::-1], POSITIONS, POSITIONS, CACHE), {}, kvraw.LayoutError, "non-negative"),
+        ((KEY[0, 0], POSITIONS, POSITIONS, CACHE), {}, kvraw.LayoutError, "key has 1 axes"),
+        ((KEY.reshape(4, 32), POSITIONS, POSITIONS, CACHE), {}, kvraw.LayoutError, "pass head_size"),
+        (
+            (KEY.reshape(4, 32), POSITIONS, POSITIONS, CACHE),
+            {"head_size": 24},
+            kvraw.LayoutError,
+            "multiple of head_stride",
+        ),
+        ((KEY, POSITIONS, POSITIONS, CACHE), {"head_size": 8}, kvraw.LayoutError, "heads of 16 elements"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    arguments: tuple[object, ...], options: dict[str, int], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        rerotate_keys(*arguments, **options)  # type: ignore[arg-type]
+    assert not KEY.any()
