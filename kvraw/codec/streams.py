@@ -93,8 +93,7 @@ def _encode_on_host(symbols: TensorView, alphabet: int, cdf: Any) -> Encoded:
 
 def _wait(device: int, stream: int, refs: tuple[object, ...]) -> None:
     """Wait on the host for what a stream was given so far."""
-    books = device_state(device).books
-    books.open(books.take_event(), stream, refs).wait()
+    device_state(device).books.begin(stream).commit(refs).wait()
 
 
 def _copy(dst: int, src: int, nbytes: int, stream: int) -> None:

@@ -105,42 +105,42 @@ class Launch:
         upload : Upload, optional
             Buffers that the kernel reads from, given back once it is over.
         then : callable, optional
-            Called once the kernel is over, before its error is worked out.
+            Called once the kernel is over, or where it could not be enqueued.
         """
         state = self._state
         with DeviceScope(self.device):
-            state.books.reap()
-            event = state.books.take_event()
-            status = None
+            operation = state.books.begin(stream)
             try:
                 status = state.take_status()
+                operation.report(functools.partial(_report, status, self.explain))
+                operation.then(functools.partial(_give_back, state, status, upload, then))
                 with self._lock:
                     self._long[self._status] = status.device_address
+                    if upload is not None:
+                        operation.enqueued.append(stream)  # its copy was
                     self._kernel.launch(*self._grid, stream, self._block)
+                operation.enqueued.append(stream)
             except BaseException:
-                # The kernel does not run. A copy to `upload` may: it is dropped, and freeing it waits.
-                state.books.give_event(event)
-                if status is not None:
-                    state.give_status(status)
+                operation.abort()
                 raise
-            settle = functools.partial(_settle, state, status, self.explain, upload, then)
-            return Operation(state.books.open(event, stream, refs, settle))
+            return Operation(operation.commit(refs))
 
 
-def _settle(
-    state: DeviceState,
-    status: StatusWord,
-    explain: Explain,
-    upload: Upload | None,
-    then: Callable[[], None] | None,
-) -> Exception | None:
+def _report(status: StatusWord, explain: Explain) -> Exception | None:
     where, value = status.values.tolist()
+    status.values[:] = 0
+    return explain(where & (1 << FAULT_BITS) - 1, (where >> FAULT_BITS) - 1, value) if where else None
+
+
+def _give_back(
+    state: DeviceState, status: StatusWord, upload: Upload | None, then: Callable[[], None] | None
+) -> Exception | None:
     state.give_status(status)
     if upload is not None:
         state.give_upload(upload)
     if then is not None:
         then()
-    return explain(where & (1 << FAULT_BITS) - 1, (where >> FAULT_BITS) - 1, value) if where else None
+    return None
 
 
 class Launches:
