@@ -1,7 +1,7 @@
 """The operations of LMCache's compiled module, on kvraw's plans: a stand-in for ``lmcache.c_ops``.
 
 Later versions of LMCache look for the same names in ``lmcache.cuda_ops``. Every operation works on a GPU, in the order
-of the caller's current torch stream, and on the CPU. Directions and formats are members of the enums here, of LMCache's,
+of the current torch stream, and on the CPU. Directions and formats are members of the enums here, of LMCache's enums,
 or plain integers. What an operation with ids on the device finds wrong with them is raised by the next one on that
 device.
 """
