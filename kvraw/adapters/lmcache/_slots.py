@@ -117,13 +117,13 @@ def _addresses(ptrs: Any) -> U64 | None:
 def _counts(number: int, key_value: Any, page_buffer_size: int, block_size: int, head_size: int, stride: int) -> Counts:
     """Counts of a call by slots: blocks and heads only where they matter."""
     _, layers, _, hidden = key_value.shape
-    fused = number in (10, 12) and key_value.shape[0] == 1
+    fused, halves = key_value.shape[0] == 1 and number in (10, 12), key_value.shape[0] == 2 and number in (10, 11)
     if number in _TOKEN_ROWS and not stride:
         block_size = 1
     elif block_size <= 0:
         raise ArgumentError(f"block_size is {block_size}, must be positive for format {number}")
     heads = 1
-    if number != INDEXER and FORMATS[number].hnd:
+    if halves or (number != INDEXER and FORMATS[number].hnd):
         # The argument is one half of a fused head; newer callers pass both halves already.
         width = 2 * head_size if fused and head_size > 0 and hidden % (2 * head_size) == 0 else head_size
         if width <= 0 or hidden % width:
