@@ -37,7 +37,7 @@ ONLY_FOR = {
     "numba": ("kvraw.engines.cpu_kernels",),
     "llvmlite": ("kvraw.engines.cpu_kernels",),
     "torch": ("kvraw.adapters",),
-    "lmcache": ("kvraw.adapters.lmcache",),
+    "lmcache": (),
 }
 
 
