@@ -34,6 +34,8 @@ class ChunkRow:
         The pools that chunks come from.
     owners : list
         What to keep alive.
+    edges : list of int
+        Addresses inside chunks where one registration of somebody else ends and the next begins, once it was looked up.
 
     Raises
     ------
@@ -45,11 +47,12 @@ class ChunkRow:
         A chunk's pool is closed.
     """
 
-    __slots__ = ("_foreign", "addresses", "nbytes", "owners", "pools")
+    __slots__ = ("_foreign", "addresses", "edges", "nbytes", "owners", "pools")
 
     def __init__(self, chunks: Sequence[Any], nbytes: int) -> None:
         self.nbytes = nbytes
         self.pools: list[HostPool] = []
+        self.edges: list[int] = []
         self.owners: list[Any] = list(chunks)
         self._foreign: list[tuple[int, int | None]] = []  # (position, device) of what is no chunk of a pool
         addresses = [0] * len(self.owners)
@@ -122,4 +125,5 @@ class ChunkRow:
                     f"host-registered or device memory (a HostPool gives pinned chunks)"
                 )
             addresses[at], link = where.device_address, link or where.device is None
+            self.edges += where.edges
         return addresses, link

@@ -59,11 +59,14 @@ class Reached:
         As the host and as the device know them.
     link : bool
         Host memory is among them.
+    edges : tuple of int
+        Addresses behind them where one registration of somebody else ends and the next begins.
     """
 
     host: U64
     seen: U64
     link: bool
+    edges: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.host)
@@ -117,7 +120,8 @@ class Ready:
             ends = [Operands(t.host, i) for t, i in zip(tables, index, strict=True)]
             operation.enqueued.append(operation.stream)
             found = copy_engine.merge(copy_engine.describe(copy.plan, ends[0], ends[1], self._first, self._count))
-            copy_engine.enqueue(found, operation.stream, capturing=capturing)
+            edges = [e for t in tables for e in t.edges]
+            copy_engine.enqueue(found, operation.stream, capturing=capturing, edges=edges)
         else:
             ends = [
                 Operands(t.seen, i) if isinstance(t, Reached) else Operands(_NONE, i, t.address, t.bits)

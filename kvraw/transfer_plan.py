@@ -250,7 +250,7 @@ class TransferPlan:
             try:
                 if own != stream:
                     operation.follow(stream)
-                call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing)
+                call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing, tuple(row.edges))
                 choice = gpu.enqueue(state, operation, call)
             except BaseException:
                 operation.abort()

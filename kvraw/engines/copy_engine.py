@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.memory import boundaries
 
-__all__ = ["Descriptors", "describe", "enqueue", "merge", "split"]
+__all__ = ["Descriptors", "all_edges", "describe", "enqueue", "merge", "split"]
 
 LEGACY = (0, 1)  # the legacy default stream's handles, which the batch call refuses
 
@@ -96,15 +97,23 @@ def split(d: Descriptors, edges: U64) -> Descriptors:
     return d
 
 
-def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None) -> str:
+def all_edges(more: Sequence[int] = ()) -> U64:
+    """Addresses, ascending, that no copy may span: the ends of our own registrations, and `more`."""
+    own = boundaries()
+    return np.union1d(own, np.array(more, np.uint64)) if len(more) else own
+
+
+def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None, edges: Sequence[int] = ()) -> str:
     """Enqueue copies on a stream, in its order and unordered among themselves; returns how.
+
+    No copy spans an end of a registration of ours, or one of `edges`.
 
     The vectors are read during the call. Where the batch call cannot be used (drivers before 12.8, captures, the
     legacy default stream), copies go one by one, regular ones as rows of a two-dimensional copy; the order is the same.
     """
     if not len(d):
         return "nothing"
-    d = split(d, boundaries())
+    d = split(d, all_edges(edges))
     call = driver()
     if capturing is None:
         capturing = call.stream_capturing(stream)

@@ -21,7 +21,6 @@ from kvraw.errors import PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
-from kvraw.runtime.memory import boundaries
 
 __all__ = ["StagedPlan"]
 
@@ -126,11 +125,12 @@ class StagedPlan:
         addresses: U64,
         first_chunk: int,
         chunks: int,
+        edges: U64,
     ) -> int:
         """Enqueue whole chunks `first_chunk` to `first_chunk + chunks`; returns the slots used.
 
         The operation's stream waits for all of it. Indices are on the host; `addresses` are the chunks' as the host
-        sees them. The device's context is current.
+        sees them, and no copy spans one of `edges`. The device's context is current.
         """
         stream, copies = operation.stream, ring.copies.handle
         with ring.lock:
@@ -141,7 +141,7 @@ class StagedPlan:
                 driver().event_record(start, stream)
                 driver().stream_wait_event(copies, start)
             steps, slot = 0, None
-            places, edges = addresses.tolist(), boundaries()
+            places = addresses.tolist()
             group = max(1, self.chunks_per_slot)
             for chunk in range(first_chunk, first_chunk + chunks, group):
                 many = min(group, first_chunk + chunks - chunk)
@@ -200,4 +200,5 @@ class StagedPlan:
             return
         host, device, nbytes = np.array(copies, np.uint64).T.copy()
         ends = (host, device) if self._store else (device, host)
-        copy_engine.enqueue(copy_engine.Descriptors(*ends, nbytes), stream, capturing=False)
+        found = copy_engine.split(copy_engine.Descriptors(*ends, nbytes), edges)
+        copy_engine.enqueue(found, stream, capturing=False)

@@ -32,10 +32,13 @@ class Where:
         The device that holds it; None for host memory.
     device_address : int
         Address at which a GPU sees it; 0 for pageable memory.
+    edges : tuple of int
+        Addresses inside the range where one registration ends and the next begins, whoever registered it.
     """
 
     device: int | None
     device_address: int
+    edges: tuple[int, ...] = ()
 
 
 PAGEABLE = Where(None, 0)
@@ -52,12 +55,14 @@ def locate(address: int, nbytes: int) -> Where:
     # A range over several registrations is one range for a kernel when they are neighbours at one distance.
     end = address + max(nbytes, 1)
     reach, shift = info.base + info.size, info.device_address - address
+    edges = []
     while reach < end:
+        edges.append(reach)
         following = d.pointer_info(reach)
         if following is None or following.kind != "host" or following.device_address - reach != shift:
             return PAGEABLE
         reach = following.base + following.size
-    return Where(None, info.device_address)
+    return Where(None, info.device_address, tuple(edges))
 
 
 class _Owner:

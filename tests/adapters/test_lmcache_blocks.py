@@ -283,3 +283,39 @@ def test_offsets_beyond_32_bits() -> None:
     ops.multi_layer_block_kv_transfer([view.ctypes.data], [out.ctypes.data], [1], "cpu", 1, d, 2, 3, 0)
     assert out.tolist() == list(range(12))
     del view
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("engine", ["auto", "copy", "staged", "kernel"])
+def test_objects_over_registrations_of_others(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, engine: str, direction: str
+) -> None:
+    # Somebody else pinned the objects in pieces of a page, of which kvraw keeps no books.
+    from kvraw.runtime.context import DeviceScope
+
+    monkeypatch.setenv("KVRAW_ENGINE", engine)
+    page, s = 4096, shape_of(1, 2)
+    cache = Laid("device", [PAGED[(1, 2)].shape(s)] * s.nl, 0, 1)
+    memory = np.random.default_rng(3).integers(0, 256, 5 * page, dtype=np.uint8)
+    begin = -int(memory.ctypes.data) % page
+    nbytes = 2 * s.nl * TOKENS * s.nh * s.d
+    want = memory.copy()
+    places = [begin + page - 60, begin + 2 * page - nbytes + 8]
+    objects = [want[at : at + nbytes].reshape(2, s.nl, TOKENS, s.nh * s.d) for at in places]
+    move(1, s, cache.arrays, objects, "2LTD", TOKENS, direction, "block", [6, 0, 3, 1], 0)
+    start = int(memory.ctypes.data)
+    with DeviceScope(0):
+        for k in range(3):
+            fake.host_register(start + begin + k * page, page)
+        with kvraw.Stream(0) as stream:
+            monkeypatch.setattr("kvraw.adapters.lmcache._blocks.current_stream", lambda device: stream.handle)
+            ops.multi_layer_block_kv_transfer(
+                cache.addresses, [start + at for at in places], [6, 0, 3, 1], 0, direction == "store", describe(1, s),
+                TOKENS, 1, 0,
+            )  # fmt: skip
+            stream.synchronize()
+            for k in range(3):
+                fake.host_unregister(start + begin + k * page)
+    cache.check()
+    np.testing.assert_array_equal(memory, want)
+    cache.close()

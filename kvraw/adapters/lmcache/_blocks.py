@@ -14,9 +14,11 @@ from kvraw.adapters.lmcache._paged import Counts, Paged, Part, from_pointers, fr
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of
 from kvraw.arrays import I64, IndexVector, index_vector, is_pointer, tensor_view
-from kvraw.cache import PagedCache
+from kvraw.cache import PagedCache, require_host
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.plan import Side
+from kvraw.prepared import Reached
+from kvraw.runtime.memory import locate
 from kvraw.transfer_plan import TransferPlan
 
 if TYPE_CHECKING:
@@ -89,6 +91,21 @@ def object_side(part: Part, layers: int, tokens: int) -> Side:
     )
 
 
+def reach(objects: Sequence[Any], nbytes: int, device: int | None) -> Reached:
+    """Look objects up: what the device calls them, and where registrations end inside them."""
+    host = np.array([o if is_pointer(o) else tensor_view(o).address for o in objects], np.uint64)
+    if device is None:
+        require_host("objects", host, 1)
+        return Reached(host, host, False)
+    found = [locate(address, nbytes) for address in host.tolist()]
+    for at, where in enumerate(found):
+        if not where.device_address:
+            raise PlacementError(f"object {at} at {int(host[at]):#x} is pageable host memory")
+    seen = np.array([where.device_address for where in found], np.uint64)
+    link = any(where.device is None for where in found)
+    return Reached(host, seen, link, tuple(e for where in found for e in where.edges))
+
+
 def _in_one(paged: Paged, to_host: bool, tokens: int) -> Callable[[Sequence[Any], IndexVector, int, int | None], Any]:
     """The transfer of a cache that one layout describes, by whichever engine is fastest."""
 
@@ -106,10 +123,11 @@ def _in_parts(paged: Paged, to_host: bool, tokens: int) -> Callable[[Sequence[An
     copies = paged.copies("block", to_host, lambda part: object_side(part, g.layers, tokens), tokens)
 
     def run(objects: Sequence[Any], ids: IndexVector, skip: int, stream: int | None) -> Any:
-        flat = np.array([o if is_pointer(o) else tensor_view(o).address for o in objects], np.uint64)
+        flat = reach(objects, g.layers * g.planes * tokens * paged.row, paged.device)
         last = None
         for copy, part, table in zip(copies, paged.parts, paged.reached(), strict=True):
-            bases = flat + np.uint64(part.at)
+            at = np.uint64(part.at)
+            bases = Reached(flat.host + at, flat.seen + at, flat.link, flat.edges)
             count = max(ids.count - skip, 0)
             if to_host:
                 last = copy(table, bases, count, src_index=ids, first=skip, stream=stream, refs=objects)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters.lmcache._blocks import host_ids, object_side
+from kvraw.adapters.lmcache._blocks import host_ids, object_side, reach
 from kvraw.adapters.lmcache._copies import check_alignment, check_range, copy_on_host, enqueue_split
 from kvraw.adapters.lmcache._paged import Counts, Paged, from_pointers
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
@@ -18,7 +18,7 @@ from kvraw.engines.device_state import device_state
 from kvraw.prepared import Copy, DeviceTable, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import PinnedBuffer, locate
+from kvraw.runtime.memory import PinnedBuffer
 from kvraw.runtime.stream import Stream
 
 __all__ = ["execute_object_group_transfer"]
@@ -64,8 +64,11 @@ class _Group:
         self.per_object, self.layers = tokens // self.block_size, shape.geometry.layers
         self.copies = shape.copies("block", to_host, lambda part: object_side(part, self.layers, tokens), tokens)
         self.tables = self._tables(shape, capturing)
-        objects = np.array(spec.lmcache_objects_ptrs, np.uint64)
-        self.objects = [self._reach(objects + np.uint64(part.at)) for part in shape.parts]
+        found = reach(spec.lmcache_objects_ptrs, 1, device)
+        self.objects = [
+            Reached(found.host + np.uint64(part.at), found.seen + np.uint64(part.at), found.link)
+            for part in shape.parts
+        ]
 
     def _tables(self, shape: Paged, capturing: bool) -> list[Any]:
         entries = len(shape.addresses)
@@ -79,17 +82,6 @@ class _Group:
             raise ArgumentError(f"kernel group {self.at}: the format takes several layouts, which a plan cannot hold")
         bits = _table_bits(self.spec.paged_buffer_ptrs, entries, self.device, capturing)
         return [DeviceTable(self.spec.paged_buffer_ptrs, entries, bits)]
-
-    def _reach(self, objects: U64) -> Reached:
-        if self.device is None:
-            return Reached(objects, objects, False)
-        seen, link = objects.copy(), False
-        for at, address in enumerate(objects.tolist()):
-            where = locate(address, 1)
-            if not where.device_address:
-                raise ArgumentError(f"kernel group {self.at}: object {at} at {address:#x} is pageable host memory")
-            seen[at], link = where.device_address, link or where.device is None
-        return Reached(objects, seen, link)
 
     def launches(self, launch: Any) -> list[tuple[PreparedCopy, Any, Any, int, dict[str, Any]]]:
         """The arguments of each copy of a launch, or none where there is nothing to copy."""

@@ -349,7 +349,11 @@ def host_table(tensor: Any) -> U64:
     if tensor.device.type == "cpu":
         found: U64 = tensor.detach().numpy().view(np.uint64)
         return found
-    key, state = id(tensor), (int(tensor.data_ptr()), int(tensor._version))
+    try:
+        version = int(tensor._version)
+    except RuntimeError:  # tensors of torch's inference mode have no version: they count as unchanged
+        version = -1
+    key, state = id(tensor), (int(tensor.data_ptr()), version)
     known = _tables.get(key)
     if known is None or known[0]() is not tensor or known[1] != state:
         table = tensor.detach().cpu().numpy().view(np.uint64)

@@ -17,7 +17,7 @@ from kvraw.errors import BoundsError
 from kvraw.formats import FORMATS
 from kvraw.plan import Side
 from kvraw.prepared import Reached
-from kvraw.runtime.memory import locate
+from kvraw.runtime.memory import Where, locate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,8 @@ def _move(paged: Paged, rows: _Rows, slots: Any, to_host: bool, skip: int = 0) -
     copies = paged.copies("slot", to_host, flat, rows.token)
     steps = np.arange(g.planes)[:, None] * rows.plane + np.arange(g.layers) * rows.layer
     span = int(steps[-1, -1]) + (rows.count - 1) * rows.token + paged.row
-    address, refs, shift, link = int(rows.tensor.data_ptr()), rows.tensor, 0, False
+    address, refs, where = int(rows.tensor.data_ptr()), rows.tensor, Where(None, 0)
+    shift = 0
     stand_ins = None
     if device is not None:
         where = locate(address, span)
@@ -87,11 +88,12 @@ def _move(paged: Paged, rows: _Rows, slots: Any, to_host: bool, skip: int = 0) -
             stand_ins = StandIns([(address, span)], device, fill=True)
             refs, address = stand_ins.views(), stand_ins.addresses[0]
             where = locate(address, span)
-        shift, link = where.device_address - address, where.device is None
+        shift = where.device_address - address
     offsets = steps.ravel().astype(np.uint64)
     for copy, part, table in zip(copies, paged.parts, paged.reached(), strict=True):
         host = offsets + np.uint64(address + part.at)
-        side = Reached(host, host + np.uint64(shift % 2**64) if shift else host, link)
+        seen = host + np.uint64(shift % 2**64) if shift else host
+        side = Reached(host, seen, where.device is None, where.edges)
         count = rows.count - skip
         if to_host:
             done = copy(table, side, count, src_index=ids, first=skip, stream=stream, refs=refs)
