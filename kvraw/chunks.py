@@ -10,7 +10,7 @@ import numpy as np
 from kvraw.arrays import ASK_DRIVER, U64, is_pointer, tensor_view
 from kvraw.cache import require_host
 from kvraw.errors import BoundsError, LayoutError, PlacementError
-from kvraw.runtime.memory import locate
+from kvraw.runtime.memory import locate_all
 from kvraw.runtime.pool import HostChunk, HostPool
 
 __all__ = ["ChunkRow", "chunk_bytes"]
@@ -117,8 +117,8 @@ class ChunkRow:
         for at, chunk in enumerate(self.owners):
             if at not in foreign:
                 addresses[at] = chunk.address + chunk.pool.device_shift
-                continue
-            where = locate(int(addresses[at]), self.nbytes)
+        found = locate_all([int(addresses[at]) for at in foreign], self.nbytes)
+        for at, where in zip(foreign, found, strict=True):
             if not where.device_address:
                 raise PlacementError(
                     f"chunks[{at}] at {int(addresses[at]):#x} is pageable host memory; the kernel engine takes pinned, "

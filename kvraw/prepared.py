@@ -20,7 +20,7 @@ from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Completion, Operation
-from kvraw.runtime.memory import locate
+from kvraw.runtime.memory import locate_all
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["Copy", "DeviceTable", "PreparedCopy", "Reached", "Ready"]
@@ -289,11 +289,10 @@ class PreparedCopy:
     def _on_device(self, name: str, bases: U64) -> Reached:
         """Addresses as the device sees them, and whether host memory is among them."""
         seen, link = bases.copy(), False
-        for at, address in enumerate(bases.tolist()):
-            where = locate(address, 1)
+        for at, where in enumerate(locate_all(bases.tolist(), 1)):
             if not where.device_address:
                 raise PlacementError(
-                    f"{name}[{at}] at {address:#x} is pageable host memory; the GPU takes pinned, host-registered or "
+                    f"{name}[{at}] at {int(bases[at]):#x} is pageable host memory; the GPU takes pinned, registered or "
                     f"device memory"
                 )
             seen[at], link = where.device_address, link or where.device is None

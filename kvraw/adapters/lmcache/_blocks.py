@@ -18,7 +18,7 @@ from kvraw.cache import PagedCache, require_host
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.plan import Side
 from kvraw.prepared import Reached
-from kvraw.runtime.memory import locate
+from kvraw.runtime.memory import locate_all
 from kvraw.transfer_plan import TransferPlan
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def reach(objects: Sequence[Any], nbytes: int, device: int | None) -> Reached:
     if device is None:
         require_host("objects", host, 1)
         return Reached(host, host, False)
-    found = [locate(address, nbytes) for address in host.tolist()]
+    found = locate_all(host.tolist(), nbytes)
     for at, where in enumerate(found):
         if not where.device_address:
             raise PlacementError(f"object {at} at {int(host[at]):#x} is pageable host memory")

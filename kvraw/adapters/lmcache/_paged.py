@@ -19,7 +19,7 @@ from kvraw.formats import FORMATS
 from kvraw.layout import CacheLayout, Geometry
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
-from kvraw.runtime.memory import locate
+from kvraw.runtime.memory import locate_all
 
 __all__ = ["Counts", "Paged", "Part", "from_pointers", "from_tensors", "host_table", "is_tensor", "parts_of"]
 
@@ -127,10 +127,10 @@ class Paged:
                 if self.device is None:
                     require_host("paged_buffer_ptrs", bases, 1)
                 else:
-                    for at, address in enumerate(bases.tolist()):
-                        if locate(address, 1).device != self.device:
+                    for at, where in enumerate(locate_all(bases.tolist(), 1)):
+                        if where.device != self.device:
                             raise PlacementError(
-                                f"paged_buffer_ptrs[{at}] is {address:#x}, not memory of device {self.device}"
+                                f"paged_buffer_ptrs[{at}] is {int(bases[at]):#x}, not memory of device {self.device}"
                             )
                 tables.append(Reached(bases, bases, False))
             self.tables = tables
