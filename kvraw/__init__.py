@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from kvraw.plan import CopyPlan as CopyPlan
     from kvraw.plan import Side as Side
     from kvraw.prepared import Copy as Copy
+    from kvraw.prepared import DeviceTable as DeviceTable
     from kvraw.prepared import PreparedCopy as PreparedCopy
+    from kvraw.prepared import Reached as Reached
     from kvraw.runtime.memory import DeviceBuffer as DeviceBuffer
     from kvraw.runtime.memory import Registration as Registration
     from kvraw.runtime.pool import HostChunk as HostChunk
@@ -54,7 +56,7 @@ _HOMES = {
     "kvraw.errors": _ERRORS,
     "kvraw.layout": "Geometry",
     "kvraw.plan": "CopyPlan Side",
-    "kvraw.prepared": "Copy PreparedCopy",
+    "kvraw.prepared": "Copy DeviceTable PreparedCopy Reached",
     "kvraw.runtime.memory": "DeviceBuffer Registration",
     "kvraw.runtime.pool": "HostChunk HostPool",
     "kvraw.runtime.stream": "Stream",

@@ -187,3 +187,52 @@ def test_bad_arguments() -> None:
         ops.single_layer_kv_transfer_sgl(key_value, k, v, np.array([0]), 1)
     cache.check()
     rows.check()
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_values_and_scales_in_one_page(place: int | None, direction: str) -> None:
+    nl, nb, bs, width = 2, 7, 2, 12
+    cache = Laid(kinds(place)[0], [(nb, bs * width)] * nl, place, 1)
+    rows = Laid(kinds(place)[1], [(1, nl, len(SLOTS), width)], place, 2)
+    for (at, slot), layer in itertools.product(enumerate(SLOTS), range(nl)):
+        if slot >= 0:
+            page, t = cache.arrays[layer][slot // bs], slot % bs
+            values, scale = page[t * 8 : t * 8 + 8], page[bs * 8 + t * 4 : bs * 8 + t * 4 + 4]
+            row = rows.arrays[0][0, layer, at]
+            if direction == "store":
+                row[:8], row[8:] = values, scale
+            else:
+                values[:], scale[:] = row[:8], row[8:]
+    table = numbers(cache.addresses, kinds(place)[0], place)
+    ops.multi_layer_kv_transfer(
+        rows.tensors(1)[0], table, slots_at(place, True), "cpu" if place is None else place, nb * bs,
+        int(direction == "store"), 14, bs,
+    )  # fmt: skip
+    cache.check()
+    rows.check()
+    cache.close()
+    rows.close()
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_planes_of_several_widths(place: int | None, direction: str) -> None:
+    nl, nb, bs, widths = 2, 7, 2, (6, 2, 4)
+    cache = Laid(kinds(place)[0], [(nb, bs, 1, w) for _ in range(nl) for w in widths], place, 1)
+    rows = Laid(kinds(place)[1], [(1, nl, len(SLOTS), 12)], place, 2)
+    for (at, slot), layer in itertools.product(enumerate(SLOTS), range(nl)):
+        begin = 0
+        for k, w in enumerate(widths):
+            a = cache.arrays[layer * 3 + k][slot // bs, slot % bs, 0]
+            b = rows.arrays[0][0, layer, at, begin : begin + w]
+            begin += w
+            if slot >= 0:
+                (b if direction == "store" else a)[:] = a if direction == "store" else b
+    t = cache.tensors(2)
+    ops.multi_layer_kv_transfer(
+        rows.tensors(2)[0], [t[:3], t[3:]], slots_at(place, True), "cpu" if place is None else place, nb * bs,
+        int(direction == "store"), 17, bs,
+    )  # fmt: skip
+    cache.check()
+    rows.check()
+    cache.close()
+    rows.close()
