@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from kvraw.plan import CopyPlan as CopyPlan
     from kvraw.plan import Side as Side
     from kvraw.prepared import Copy as Copy
+    from kvraw.prepared import DeviceTable as DeviceTable
     from kvraw.prepared import PreparedCopy as PreparedCopy
+    from kvraw.prepared import Reached as Reached
     from kvraw.runtime.buffer import HostBuffer as HostBuffer
     from kvraw.runtime.host_map import HostOptions as HostOptions
     from kvraw.runtime.memory import DeviceBuffer as DeviceBuffer
@@ -59,7 +61,7 @@ _HOMES = {
     "kvraw.errors": _ERRORS,
     "kvraw.layout": "Geometry",
     "kvraw.plan": "CopyPlan Side",
-    "kvraw.prepared": "Copy PreparedCopy",
+    "kvraw.prepared": "Copy DeviceTable PreparedCopy Reached",
     "kvraw.runtime.buffer": "HostBuffer",
     "kvraw.runtime.host_map": "HostOptions",
     "kvraw.runtime.memory": "DeviceBuffer",

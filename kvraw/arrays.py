@@ -248,6 +248,8 @@ def index_vector(name: str, values: Any) -> IndexVector:
     BoundsError
         They are not 1-D, or a device vector has gaps.
     """
+    if isinstance(values, IndexVector):
+        return values
     if isinstance(values, np.ndarray) or not (
         hasattr(values, "__cuda_array_interface__") or getattr(getattr(values, "device", None), "type", "cpu") != "cpu"
     ):

@@ -10,7 +10,7 @@ import numpy as np
 from kvraw.arrays import ASK_DRIVER, U64, is_pointer, tensor_view
 from kvraw.cache import require_host
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
-from kvraw.runtime.memory import locate
+from kvraw.runtime.memory import locate_all
 from kvraw.runtime.pool import HostChunk, HostPool
 
 __all__ = ["ChunkRow", "chunk_bytes"]
@@ -34,6 +34,8 @@ class ChunkRow:
         The pools that chunks come from.
     owners : list
         What to keep alive.
+    edges : list of int
+        Addresses inside chunks where one registration of somebody else ends and the next begins, once it was looked up.
 
     Raises
     ------
@@ -45,11 +47,12 @@ class ChunkRow:
         A chunk's pool is closed.
     """
 
-    __slots__ = ("_foreign", "addresses", "nbytes", "owners", "pools")
+    __slots__ = ("_foreign", "addresses", "edges", "nbytes", "owners", "pools")
 
     def __init__(self, chunks: Sequence[Any], nbytes: int) -> None:
         self.nbytes = nbytes
         self.pools: list[HostPool] = []
+        self.edges: list[int] = []
         self.owners: list[Any] = list(chunks)
         self._foreign: list[tuple[int, int | None]] = []  # (position, device) of what is no chunk of a pool
         addresses = [0] * len(self.owners)
@@ -116,12 +119,13 @@ class ChunkRow:
         for at, chunk in enumerate(self.owners):
             if at not in foreign:
                 addresses[at] = chunk.address + chunk.pool.device_shift
-                continue
-            where = locate(int(addresses[at]), self.nbytes)
+        found = locate_all([int(addresses[at]) for at in foreign], self.nbytes)
+        for at, where in zip(foreign, found, strict=True):
             if not where.device_address:
                 raise PlacementError(
                     f"chunks[{at}] at {int(addresses[at]):#x} is pageable host memory; the kernel engine takes pinned, "
                     f"host-registered or device memory (a HostPool gives pinned chunks)"
                 )
             addresses[at], link = where.device_address, link or where.device is None
+            self.edges += where.edges
         return addresses, link

@@ -78,10 +78,19 @@ def _strides(axes: str, sizes: dict[str, int], unit: int, block_stride: int = 0)
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """A format with a geometry: where every run of a paged cache lies."""
+    """A format with a geometry: where every run of a paged cache lies.
+
+    Attributes
+    ----------
+    format, geometry
+        The axes and their counts.
+    given : tuple of (str, int)
+        Byte stride of each axis where tensors have strides of their own; empty: as the format and geometry say.
+    """
 
     format: Format
     geometry: Geometry
+    given: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         g, f = self.geometry, self.format
@@ -112,6 +121,8 @@ class CacheLayout:
     def strides(self) -> dict[str, int]:
         """Byte stride of each axis in one tensor."""
         g = self.geometry
+        if self.given:
+            return {**dict.fromkeys("BLPTHD", 0), **dict(self.given)}
         return _strides(self.axes, g.axis_sizes(g.block_size), g.element_size, g.block_stride)
 
     def tensor_bytes(self) -> int:

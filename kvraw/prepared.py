@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from kvraw import config
 from kvraw.arrays import ASK_DRIVER, U64, IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
 from kvraw.engines import copy_engine, cpu, reference
-from kvraw.engines.device_state import device_state
+from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.kernel import KernelPlan
-from kvraw.engines.operands import Operands, check_host_index, check_table
+from kvraw.engines.operands import Operands, check_entries, check_host_index
 from kvraw.engines.planner import profile_for
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.inflight import Completion
-from kvraw.runtime.memory import locate
+from kvraw.runtime.inflight import Completion, Operation
+from kvraw.runtime.memory import locate_all
 from kvraw.runtime.stream import stream_handle
 
-__all__ = ["Copy", "PreparedCopy"]
+__all__ = ["Copy", "DeviceTable", "PreparedCopy", "Reached", "Ready"]
 
+_NONE = np.zeros(0, np.uint64)
 _ENGINES = ("auto", "kernel", "copy", "cpu", "reference")
 
 
@@ -43,6 +47,88 @@ class Copy:
             self._completion.wait()
             if self._completion.error is not None:
                 raise self._completion.error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reached:
+    """Base addresses that were looked up before: the driver is not asked about them again.
+
+    Attributes
+    ----------
+    host, seen : numpy.ndarray of uint64
+        As the host and as the device know them.
+    link : bool
+        Host memory is among them.
+    edges : tuple of int
+        Addresses behind them where one registration of somebody else ends and the next begins.
+    """
+
+    host: U64
+    seen: U64
+    link: bool
+    edges: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTable:
+    """A table of base addresses in the device's memory, each of them memory of the device.
+
+    Attributes
+    ----------
+    address, entries : int
+        Where it lies, and its length.
+    bits : int
+        The bits that may be set in any of the addresses; 0 means that all are multiples of 16.
+    owner : object
+        Kept alive until the copy is over.
+    """
+
+    address: int
+    entries: int
+    bits: int = 0
+    owner: object = None
+
+
+class Ready:
+    """The arguments of one copy, checked; to be enqueued as a part of an operation."""
+
+    __slots__ = ("_copy", "_count", "_first", "_index", "_seen")
+
+    def __init__(
+        self,
+        copy: PreparedCopy,
+        seen: list[Reached | DeviceTable],
+        index: list[IndexVector | None],
+        first: int,
+        count: int,
+    ) -> None:
+        self._copy, self._seen, self._index, self._first, self._count = copy, seen, index, first, count
+
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> str:
+        """Enqueue the copy on the operation's stream; returns the engine. The device's context is current."""
+        if not self._count:
+            return "none"
+        copy, index = self._copy, self._index
+        tables = [t for t in self._seen if isinstance(t, Reached)]
+        link = any(t.link for t in tables)
+        host_ids = all(i is None or i.host is not None for i in index) and len(tables) == 2
+        engine = copy.choose(link, host_ids, capturing, self._count)
+        if engine == "copy":
+            ends = [Operands(t.host, i) for t, i in zip(tables, index, strict=True)]
+            operation.enqueued.append(operation.stream)
+            found = copy_engine.merge(copy_engine.describe(copy.plan, ends[0], ends[1], self._first, self._count))
+            edges = [e for t in tables for e in t.edges]
+            copy_engine.enqueue(found, operation.stream, capturing=capturing, edges=edges)
+        else:
+            ends = [
+                Operands(t.seen, i) if isinstance(t, Reached) else Operands(_NONE, i, t.address, t.bits)
+                for t, i in zip(self._seen, index, strict=True)
+            ]
+            copy.kernel.enqueue(state, operation, ends[0], ends[1], self._first, self._count, link=link)
+        return engine
 
 
 class PreparedCopy:
@@ -82,7 +168,7 @@ class PreparedCopy:
             )
         self.plan, self.device, self.check, self.names = plan, device, check, names
         self._engine = engine
-        self._kernel = KernelPlan(plan, ctas=ctas, check=check, names=(f"{names[0]}_index", f"{names[1]}_index"))
+        self.kernel = KernelPlan(plan, ctas=ctas, check=check, names=(f"{names[0]}_index", f"{names[1]}_index"))
         self._cpu = cpu.CpuPlan(plan) if device is None and engine != "reference" else None
 
     def __call__(
@@ -101,7 +187,7 @@ class PreparedCopy:
 
         Parameters
         ----------
-        src, dst : sequence of int
+        src, dst : sequence of int, Reached or DeviceTable
             Base addresses of each side, as the host knows them. What they reach is the caller's to keep, and to bound.
         count, first : int
             Items.
@@ -119,42 +205,56 @@ class PreparedCopy:
         PlacementError
             A base or an index lies where the engine cannot reach it.
         """
-        if count < 0 or first < 0:
-            raise BoundsError(f"count is {count}, first {first}: must be >= 0")
-        sides = (self.plan.src, self.plan.dst)
-        bases = [pointer_vector(n, b) for n, b in zip(self.names, (src, dst), strict=True)]
-        index = [
-            self._index(f"{n}_index", i, side, first, count)
-            for n, i, side in zip(self.names, (src_index, dst_index), sides, strict=True)
-        ]
-        for name, table, side in zip(self.names, bases, sides, strict=True):
-            check_table(name, table, side, first + count)
         if self.device is None:
+            bases, index = self._take((src, dst), (src_index, dst_index), first, count)
             return self._on_host(bases, index, first, count)
         handle = stream_handle(stream)
-        if not count:
-            return Copy(None, "none")
         with DeviceScope(self.device):
-            seen = [self._on_device(n, b) for n, b in zip(self.names, bases, strict=True)]
-            host_ids = all(i is None or i.host is not None for i in index)
-            link = any(s[1] for s in seen)
+            ready = self.ready(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
+            if not count:
+                return Copy(None, "none")
             capturing = driver().stream_capturing(handle)
-            engine = self._choose(link, host_ids, capturing, count)
             state = device_state(self.device)
             operation = state.books.begin(handle, captured=capturing)
             try:
-                if engine == "copy":
-                    ends = [Operands(b, i) for b, i in zip(bases, index, strict=True)]
-                    operation.enqueued.append(handle)
-                    found = copy_engine.merge(copy_engine.describe(self.plan, ends[0], ends[1], first, count))
-                    copy_engine.enqueue(found, handle, capturing=capturing)
-                else:
-                    ends = [Operands(s[0], i) for s, i in zip(seen, index, strict=True)]
-                    self._kernel.enqueue(state, operation, ends[0], ends[1], first, count, link=link)
+                engine = ready.enqueue(state, operation, capturing)
             except BaseException:
                 operation.abort()
                 raise
-            return Copy(operation.commit((refs, src, dst, src_index, dst_index)), engine)
+            return Copy(operation.commit((refs, ready)), engine)
+
+    def ready(
+        self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
+    ) -> Ready:
+        """Check the arguments of a call on a GPU, for one operation of several copies. Its context is current."""
+        assert self.device is not None
+        bases, index = self._take((src, dst), (src_index, dst_index), first, count)
+        seen = [
+            b if isinstance(b, (Reached, DeviceTable)) else self._on_device(n, b)
+            for n, b in zip(self.names, bases, strict=True)
+        ]
+        return Ready(self, seen, index, first, count)
+
+    def _take(
+        self, bases: tuple[Any, Any], index: tuple[Any, Any], first: int, count: int
+    ) -> tuple[list[Any], list[IndexVector | None]]:
+        if count < 0 or first < 0:
+            raise BoundsError(f"count is {count}, first {first}: must be >= 0")
+        sides = (self.plan.src, self.plan.dst)
+        tables: list[Any] = []
+        for name, given, side in zip(self.names, bases, sides, strict=True):
+            if isinstance(given, DeviceTable):
+                check_entries(name, given.entries, side, first + count)
+                tables.append(given)
+                continue
+            table = given if isinstance(given, Reached) else pointer_vector(name, given)
+            check_entries(name, len(table), side, first + count)
+            tables.append(table)
+        vectors = [
+            self._index(f"{n}_index", i, side, first, count)
+            for n, i, side in zip(self.names, index, sides, strict=True)
+        ]
+        return tables, vectors
 
     def _index(self, name: str, values: Any, side: Side, first: int, count: int) -> IndexVector | None:
         if values is None:
@@ -168,34 +268,40 @@ class PreparedCopy:
             check_host_index(name, index.host[: first + count], side, first)
         return index
 
-    def _on_host(self, bases: list[U64], index: list[IndexVector | None], first: int, count: int) -> Copy:
+    def _on_host(self, bases: list[Any], index: list[IndexVector | None], first: int, count: int) -> Copy:
+        ends = []
         for name, table, ids in zip(self.names, bases, index, strict=True):
-            require_host(name, table, 1)
+            if isinstance(table, DeviceTable):
+                raise PlacementError(f"{name} is a table on a device; the CPU engine takes one on the host")
+            if isinstance(table, Reached):
+                table = table.host
+            else:
+                require_host(name, table, 1)
             if ids is not None and ids.host is None:
                 raise PlacementError(f"{name}_index lies on a device; the CPU engine takes it on the host")
-        ends = [Operands(b, i) for b, i in zip(bases, index, strict=True)]
+            ends.append(Operands(table, ids))
         if count and self._cpu is not None:
             self._cpu.copy(ends[0], ends[1], first, count)
         elif count:
             reference.copy(self.plan, ends[0], ends[1], first, count)
         return Copy(None, "cpu" if self._cpu is not None else "reference")
 
-    def _on_device(self, name: str, bases: U64) -> tuple[U64, bool]:
+    def _on_device(self, name: str, bases: U64) -> Reached:
         """Addresses as the device sees them, and whether host memory is among them."""
         seen, link = bases.copy(), False
-        for at, address in enumerate(bases.tolist()):
-            where = locate(address, 1)
+        for at, where in enumerate(locate_all(bases.tolist(), 1)):
             if not where.device_address:
                 raise PlacementError(
-                    f"{name}[{at}] at {address:#x} is pageable host memory; the GPU takes pinned, host-registered or "
+                    f"{name}[{at}] at {int(bases[at]):#x} is pageable host memory; the GPU takes pinned, registered or "
                     f"device memory"
                 )
             seen[at], link = where.device_address, link or where.device is None
-        return seen, link
+        return Reached(bases, seen, link)
 
-    def _choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
+    def choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
+        """The engine of a call on a GPU."""
         if self._engine == "copy" and not host_ids:
-            raise PlacementError("engine is 'copy', but an index lies on a device")
+            raise PlacementError("engine is 'copy', but an index or a table lies on a device")
         if self._engine != "auto":
             return self._engine
         if not link or not host_ids or capturing:

@@ -97,6 +97,8 @@ class TransferPlan:
         default: `KVRAW_ENGINE`, else "auto", which takes the fastest for each call on a GPU and "cpu" on the host.
     check : bool
         Check indices against the cache, on the host where they are there, else in the kernel.
+    distinct : bool
+        In a load, refuse ids on the host that stand twice; False: which writer wins is left open.
     ctas : int, optional
         Most thread blocks of any kernel, for a GPU that is busy with other work; 0: none, the copy engine alone.
 
@@ -116,11 +118,13 @@ class TransferPlan:
         chunk_layout: str | ChunkLayout = "2LTD",
         engine: str | None = None,
         check: bool = True,
+        distinct: bool = True,
         ctas: int | None = None,
     ) -> None:
         if direction not in ("store", "load") or by not in ("block", "slot"):
             raise LayoutError(f"direction is {direction!r} and by {by!r}; must be store or load, and block or slot")
         self.cache, self.direction, self.by, self.check = cache, direction, by, check
+        self._distinct = distinct and direction == "load"
         self.chunk_tokens = chunk_tokens
         self.chunk_layout = find_chunk_layout(chunk_layout)
         self.step = 1 if by == "slot" else cache.geometry.block_size
@@ -229,7 +233,7 @@ class TransferPlan:
             )
         if index.host is not None and self.check:
             check_host_index(self._ids_name, index.host, self._paged, skip)
-            if self.direction == "load":
+            if self._distinct:
                 check_distinct(self._ids_name, index.host, skip)
 
     def _enqueue(
@@ -248,7 +252,7 @@ class TransferPlan:
             try:
                 if own != stream:
                     operation.follow(stream)
-                call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing)
+                call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing, tuple(row.edges))
                 choice = gpu.enqueue(state, operation, call)
             except BaseException:
                 operation.abort()

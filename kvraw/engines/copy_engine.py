@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,14 +75,14 @@ def merge(d: Descriptors) -> Descriptors:
     return d
 
 
-def split(d: Descriptors, find: Callable[[U64, U64], tuple[I64, U64]] = boundaries) -> Descriptors:
+def split(d: Descriptors, edges: Sequence[int] | U64 = ()) -> Descriptors:
     """Cut copies where either side crosses an edge: one copy must not span two host registrations.
 
-    `find` tells, for ranges, which ones are to be cut and where (`kvraw.runtime.register.boundaries`).
+    `edges` are addresses to cut at beside those that the registry of registrations knows.
     """
-    for at in ("src", "dst"):
-        start = getattr(d, at)
-        rows, cuts = find(start, d.sizes)
+    for side in ("src", "dst"):
+        start = getattr(d, side)
+        rows, cuts = boundaries(start, d.sizes, edges)
         if not len(rows):
             continue
         owner = np.concatenate([np.arange(len(d)), rows])
@@ -95,15 +95,17 @@ def split(d: Descriptors, find: Callable[[U64, U64], tuple[I64, U64]] = boundari
     return d
 
 
-def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None) -> str:
+def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None, edges: Sequence[int] = ()) -> str:
     """Enqueue copies on a stream, in its order and unordered among themselves; returns how.
+
+    No copy spans an end of a registration of ours, or one of `edges`.
 
     The vectors are read during the call. Where the batch call cannot be used (drivers before 12.8, captures, the
     legacy default stream), copies go one by one, regular ones as rows of a two-dimensional copy; the order is the same.
     """
     if not len(d):
         return "nothing"
-    d = split(d)
+    d = split(d, edges)
     call = driver()
     if capturing is None:
         capturing = call.stream_capturing(stream)

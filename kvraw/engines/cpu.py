@@ -118,12 +118,12 @@ class CpuPlan:
         in_parts(work, units, nbytes // _SPLIT_BYTES)
 
 
-def copy_batch(dst: U64, src: U64, sizes: U64) -> None:
-    """Copy every (dst, src, nbytes) of three vectors; each copy may overlap itself, not another."""
+def copy_batch(dst: U64, src: U64, sizes: U64, *, in_order: bool = False) -> None:
+    """Copy every (dst, src, nbytes) of three vectors; each copy may overlap itself, and another if `in_order`."""
     total = int(sizes.sum())
     stream = total >= _STREAM_BYTES
     kernel = _kernels().copy_batch
-    parts = max(1, min(threads(), len(sizes), total // _SPLIT_BYTES))
+    parts = 1 if in_order else max(1, min(threads(), len(sizes), total // _SPLIT_BYTES))
     bounds = [0, len(sizes)]
     if parts > 1:
         done = np.cumsum(sizes)

@@ -17,7 +17,7 @@ from kvraw.runtime.inflight import InFlight
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
 from kvraw.runtime.stream import Stream
 
-__all__ = ["DeviceState", "StatusWord", "Upload", "device_state"]
+__all__ = ["DeviceState", "StatusWord", "Upload", "device_state", "drain"]
 
 _PAGE_WORDS = 512  # one 4096-byte page of status words, two a transfer
 
@@ -108,6 +108,12 @@ class DeviceState:
 _NONE: dict[int, DeviceState] = {}
 _lock = threading.Lock()
 _states: weakref.WeakKeyDictionary[CudaDriver, dict[int, DeviceState]] = weakref.WeakKeyDictionary()
+
+
+def drain() -> None:
+    """Wait for every operation on every device's books, such as before memory that they may use is given up."""
+    for state in list(_states.get(driver(), _NONE).values()):
+        state.books.drain()
 
 
 def device_state(device: int) -> DeviceState:

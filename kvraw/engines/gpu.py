@@ -35,6 +35,8 @@ class GpuCall:
         Host memory takes part.
     capturing : bool
         A stream capture is in progress.
+    edges : tuple of int
+        Addresses in chunks that no copy of the copy engine may span.
     """
 
     index: IndexVector
@@ -44,6 +46,7 @@ class GpuCall:
     count: int
     link: bool
     capturing: bool
+    edges: tuple[int, ...] = ()
 
 
 class GpuPlan:
@@ -176,7 +179,7 @@ class GpuPlan:
             src, dst = self._sides(call.index, call.host_chunks)
             found = copy_engine.merge(copy_engine.describe(self.plan, src, dst, call.first, call.count))
             operation.enqueued.append(operation.stream)
-            copy_engine.enqueue(found, operation.stream, capturing=call.capturing)
+            copy_engine.enqueue(found, operation.stream, capturing=call.capturing, edges=call.edges)
         else:
             self._enqueue_staged(state, operation, call)
         return choice
@@ -193,7 +196,7 @@ class GpuPlan:
         end = call.first + call.count
         if chunks:
             staged, ring = self._stage(state)
-            staged.enqueue(state, ring, operation, call.index, call.host_chunks, chunk, chunks)
+            staged.enqueue(state, ring, operation, call.index, call.host_chunks, chunk, chunks, call.edges)
         # What is not a whole chunk: the ends, by the kernel, straight to or from the chunks.
         inner = (chunk * self._per_chunk, (chunk + chunks) * self._per_chunk) if chunks else (end, end)
         src, dst = self._sides(call.index, call.chunks)

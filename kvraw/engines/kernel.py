@@ -128,7 +128,7 @@ class KernelPlan:
         """
         stream = operation.stream if stream is None else stream
         with self._lock:
-            kind = (len(src.bases), len(dst.bases), count, _kind(src), _kind(dst))
+            kind = (_length(src), _length(dst), count, _kind(src), _kind(dst))
             if kind != self._kind:
                 self._arrange(src, dst, count)
                 self._kind = kind
@@ -159,7 +159,7 @@ class KernelPlan:
     def _arrange(self, src: Operands, dst: Operands, count: int) -> None:
         """Decide where tables and indices go, and write the flags that say so."""
         src_count, dst_count = (count if o.host_index is not None else -1 for o in (src, dst))
-        self._arrangement = _Arrangement((len(src.bases), len(dst.bases), src_count, dst_count))
+        self._arrangement = _Arrangement((_length(src), _length(dst), src_count, dst_count))
         self._written = [None, None]
         for k, (side, operands) in enumerate(((self.plan.src_flat, src), (self.plan.dst_flat, dst))):
             flags = ka.SKIP_NEGATIVE if side.skip_negative else 0
@@ -197,6 +197,8 @@ class KernelPlan:
         for k, operands in enumerate(sides):
             if operands.index is not None and operands.index.host is None:
                 long[ka.INDEX[k]] = operands.index.address
+            if operands.table:
+                long[ka.TABLE[k]], self._bits[k] = operands.table, operands.bits
 
     def _report(self, status: StatusWord) -> Exception | None:
         where, value = int(status.values[0]), int(status.values[1].view(np.int64))
@@ -208,6 +210,11 @@ class KernelPlan:
             f"{self.names[where & 1]}[{(where >> 1) - 1}] is {value}, must be in [0, {side.limit}); "
             f"the kernel left out every such entry"
         )
+
+
+def _length(operands: Operands) -> int:
+    """Entries of the table; -1 where it lies on the device already."""
+    return -1 if operands.table else len(operands.bases)
 
 
 def _kind(operands: Operands) -> int:

@@ -10,7 +10,7 @@ from kvraw.arrays import I64, U64, IndexVector
 from kvraw.errors import BoundsError
 from kvraw.plan import Side
 
-__all__ = ["Operands", "check_distinct", "check_host_index", "check_table"]
+__all__ = ["Operands", "check_distinct", "check_entries", "check_host_index"]
 
 
 @dataclass(slots=True)
@@ -23,10 +23,16 @@ class Operands:
         The side's table, as addresses that the engine can use.
     index : IndexVector or None
         Index of each item; None: the item is its own index.
+    table : int
+        Where the table lies in the device's memory; `bases` is empty then. For the kernel engine alone.
+    bits : int
+        What the addresses of such a table are multiples of, as the bits that are set in any of them.
     """
 
     bases: U64
     index: IndexVector | None = None
+    table: int = 0
+    bits: int = 0
 
     @property
     def host_index(self) -> I64 | None:
@@ -69,8 +75,8 @@ def check_distinct(name: str, index: I64, first: int) -> None:
             raise BoundsError(f"{name} has {values[0]} more than once; a load writes each once")
 
 
-def check_table(name: str, bases: U64, side: Side, end: int) -> None:
-    """Check that the table holds every base that items below `end` reach.
+def check_entries(name: str, entries: int, side: Side, end: int) -> None:
+    """Check that a table of this length holds every base that items below `end` reach.
 
     Raises
     ------
@@ -78,5 +84,5 @@ def check_table(name: str, bases: U64, side: Side, end: int) -> None:
         The table is too short; names both lengths.
     """
     need = -(-end // side.page) * side.table_outer if side.table_outer else side.entries
-    if len(bases) < need:
-        raise BoundsError(f"{name} has {len(bases)} base addresses, must have at least {need}")
+    if entries < need:
+        raise BoundsError(f"{name} has {entries} base addresses, must have at least {need}")

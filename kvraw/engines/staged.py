@@ -126,11 +126,12 @@ class StagedPlan:
         addresses: U64,
         first_chunk: int,
         chunks: int,
+        edges: tuple[int, ...],
     ) -> int:
         """Enqueue whole chunks `first_chunk` to `first_chunk + chunks`; returns the slots used.
 
         The operation's stream waits for all of it. Indices are on the host; `addresses` are the chunks' as the host
-        sees them. The device's context is current.
+        sees them, and no copy spans one of `edges`. The device's context is current.
         """
         stream, copies = operation.stream, ring.copies.handle
         with ring.lock:
@@ -143,7 +144,7 @@ class StagedPlan:
             steps, slot = 0, None
             places = addresses.tolist()
             low, high = addresses.min(), addresses.max() + np.uint64(self._chunk_bytes)
-            plain = not len(boundaries(np.array([low]), np.array([high - low]))[0])
+            plain = not len(boundaries(np.array([low]), np.array([high - low]), edges)[0])
             group = max(1, self.chunks_per_slot)
             for chunk in range(first_chunk, first_chunk + chunks, group):
                 many = min(group, first_chunk + chunks - chunk)
@@ -156,7 +157,9 @@ class StagedPlan:
                         if side == 0:
                             self._pack(state, operation, piece, slot.address, index, chunk, many)
                         else:
-                            self._move(piece, slot.address, places[chunk : chunk + many], plain, copies)
+                            self._move(
+                                piece, slot.address, places[chunk : chunk + many], None if plain else edges, copies
+                            )
                         if side == (0 if self._store else 1):
                             slot.hand_over(writer, reader)
                     slot.release(reader)
@@ -184,8 +187,8 @@ class StagedPlan:
         count = piece.count if chunks == 1 else chunks * self._per_chunk
         piece.kernel.enqueue(state, operation, src, dst, piece.first, count, link=False)
 
-    def _move(self, piece: _Slice, slot: int, addresses: list[int], plain: bool, stream: int) -> None:
-        """Enqueue the large copies of one slot, neighbours as one; `plain`: no registration ends among the chunks."""
+    def _move(self, piece: _Slice, slot: int, addresses: list[int], edges: tuple[int, ...] | None, stream: int) -> None:
+        """Enqueue the large copies of one slot, neighbours as one; `edges` None: nothing is to be cut."""
         d, size = driver(), piece.nbytes
         at, count = 0, len(addresses)
         copies = []
@@ -195,11 +198,11 @@ class StagedPlan:
                 end += 1
             copies.append((addresses[at] + piece.offset, slot + at * self._chunk_bytes, (end - at) * size))
             at = end
-        if plain and len(copies) <= _FEW:
+        if edges is None and len(copies) <= _FEW:
             for host, device, nbytes in copies:
                 to, source = (host, device) if self._store else (device, host)
                 d.memcpy_async(to, source, nbytes, stream)
             return
         host, device, nbytes = np.array(copies, np.uint64).T.copy()
         ends = (host, device) if self._store else (device, host)
-        copy_engine.enqueue(copy_engine.Descriptors(*ends, nbytes), stream, capturing=False)
+        copy_engine.enqueue(copy_engine.Descriptors(*ends, nbytes), stream, capturing=False, edges=edges or ())

@@ -126,6 +126,10 @@ class CudaDriver:
         """Undo `context_push`."""
         self._do("cuCtxPopCurrent")
 
+    def pci_bus_id(self, device: int) -> str:
+        """PCI address of a device, such as ``0000:29:00.0``."""
+        return str(self._do("cuDeviceGetPCIBusId", 32, self._device(device)).split(b"\0")[0].decode())
+
     def primary_retain(self, device: int) -> int:
         """Retain the primary context of a device."""
         return int(self._do("cuDevicePrimaryCtxRetain", self._device(device)))
@@ -194,6 +198,11 @@ class CudaDriver:
     def stream_synchronize(self, stream: int) -> None:
         """Wait on the host for all that a stream was given."""
         self._do("cuStreamSynchronize", stream)
+
+    def stream_context(self, stream: int) -> int:
+        """The context that a stream belongs to; the current one's for the default streams."""
+        found = self._do("cuStreamGetCtx", stream)
+        return int(found[0] if isinstance(found, tuple) else found)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Make a stream wait for an event."""

@@ -6,7 +6,7 @@ import bisect
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -240,13 +240,15 @@ def note_allocation(d: CudaDriver, address: int, nbytes: int) -> Callable[[], No
     return forget
 
 
-def boundaries(addresses: U64, nbytes: U64) -> tuple[npt.NDArray[np.int64], U64]:
+def boundaries(addresses: U64, nbytes: U64, more: Sequence[int] | U64 = ()) -> tuple[npt.NDArray[np.int64], U64]:
     """Where copies must be cut so that none spans two registrations.
 
     Parameters
     ----------
     addresses, nbytes : numpy.ndarray of uint64
         Ranges of host memory, in any order.
+    more : sequence of int
+        Further addresses to cut at, such as ends of registrations that somebody else made.
 
     Returns
     -------
@@ -263,6 +265,8 @@ def boundaries(addresses: U64, nbytes: U64) -> tuple[npt.NDArray[np.int64], U64]
     d = driver_or_none()
     book = None if d is None else _books.get(d)
     cuts = _EMPTY if book is None else book.cuts
+    if len(more):
+        cuts = np.union1d(cuts, np.array(more, np.uint64))
     if not len(cuts) or not len(addresses):
         return np.empty(0, np.int64), _EMPTY
     first = np.searchsorted(cuts, addresses, "right")

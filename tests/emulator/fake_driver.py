@@ -167,6 +167,15 @@ class FakeDriver(FakeStreams):
         self._here("context_pop")
         self._stack().pop()
 
+    def pci_bus_id(self, device: int) -> str:
+        if not 0 <= device < self.devices:
+            raise self._error("CUDA_ERROR_INVALID_VALUE", "pci_bus_id", f"{device}")
+        return f"0000:{device:02x}:0a.0"
+
+    def stream_context(self, stream: int) -> int:
+        found = self._need(self._streams, stream, "stream_context")
+        return 0x100 + (self._here("stream_context") if stream in LEGACY else found.device)
+
     def primary_retain(self, device: int) -> int:
         handle = 0x100 + device
         self._contexts[handle] = device

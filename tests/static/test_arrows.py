@@ -47,7 +47,8 @@ ONLY_FOR = {
     "cuda": ("kvraw.runtime.driver",),
     "numba": NUMBA,
     "llvmlite": NUMBA,
-    "torch": ("kvraw.bench.matmul",),
+    "torch": ("kvraw.bench.matmul", "kvraw.adapters"),
+    "lmcache": (),
     "matplotlib": ("kvraw.bench.plot",),
     "rich": ("kvraw.cli",),
 }

@@ -91,14 +91,7 @@ def test_split_cuts_at_every_edge_and_nowhere_else(rows: list[tuple[int, int, in
         placed.append((to, at, n))
         to += n
     d, edges = of(*placed), np.unique(np.array([*cuts, *[c + 1000 for c in cuts]], np.uint64))
-
-    def find(at: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        found = [
-            (k, e) for k, (x, m) in enumerate(zip(at.tolist(), n.tolist(), strict=True)) for e in edges if x < e < x + m
-        ]
-        return np.array([k for k, _ in found], np.int64), np.array([e for _, e in found], np.uint64)
-
-    parts = copy_engine.split(d, find)
+    parts = copy_engine.split(d, edges)
     assert pairs(parts) == pairs(d)
     for to, at, n in zip(parts.dst.tolist(), parts.src.tolist(), parts.sizes.tolist(), strict=True):
         assert n > 0

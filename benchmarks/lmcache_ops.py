@@ -1,0 +1,146 @@
+"""The adapter beside LMCache's own module: on a GPU its compiled one, on the CPU its Python fallback.
+
+``python -m benchmarks.lmcache_ops PATH``, where PATH is ``c_ops.*.so`` of LMCache's wheel for this Python (a GPU), or
+nothing where LMCache can be imported (the CPU).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import kvraw.adapters.lmcache as ours
+
+Timing = tuple[float, float]  # seconds of the whole, seconds of the call
+
+
+def timed(work: Callable[[], None], device: str, rounds: int = 8) -> Timing:
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    work()
+    wait()
+    whole, call = [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        call.append(time.perf_counter() - start)
+        wait()
+        whole.append(time.perf_counter() - start)
+    return statistics.median(whole), statistics.median(call)
+
+
+def row(name: str, nbytes: int, timings: list[Timing]) -> None:
+    cells = " | ".join(f"{nbytes / t / 1e9:7.2f} GB/s {c * 1e6:7.0f} us" for t, c in timings)
+    print(f"{name:28s} | {cells} | {timings[0][0] / min(t for t, _ in timings[1:]):.2f} x")
+
+
+class Setting:
+    """Paged tensors of a model's shape, four objects, and what both modules are handed."""
+
+    def __init__(self, device: str, layers: int, blocks: int) -> None:
+        self.device, self.layers, self.blocks, self.bs, self.heads, self.hs = device, layers, blocks, 16, 8, 128
+        shape = (2, blocks, self.bs, self.heads, self.hs)
+        self.paged = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(layers)]
+        self.table = torch.tensor([p.data_ptr() for p in self.paged], device=device)
+        self.ids = torch.randperm(blocks)[:64]
+        self.there = self.ids.to(device)
+        self.slots = torch.randperm(blocks * self.bs)[:1024].to(device)
+        self.place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+
+    def objects(self, device: str, tokens: int = 256, count: int = 4) -> list[Any]:
+        pin = self.device == "cuda" and device == "cpu"
+        shape = (2, self.layers, tokens, self.heads * self.hs)
+        return [torch.zeros(shape, dtype=torch.bfloat16, device=device, pin_memory=pin) for _ in range(count)]
+
+    def describe(self, module: Any) -> Any:
+        d = module.PageBufferShapeDesc()
+        d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size = (
+            2, self.layers, self.blocks, self.bs, self.heads, self.hs, 2,
+        )  # fmt: skip
+        return d
+
+    def blocks_of(self, module: Any, way: str, format: str, objects: list[Any]) -> Callable[[], None]:
+        direction, number = getattr(module.TransferDirection, way), getattr(module.EngineKVFormat, format)
+        described, places = self.describe(module), [o.data_ptr() for o in objects]
+        if module is not ours and self.device == "cpu":
+            places, described.dtype = objects, torch.bfloat16
+        return lambda: module.multi_layer_block_kv_transfer(
+            self.table, places, self.there, self.place, direction, described, 256, number, 0
+        )
+
+    def blocks_with_host_ids(self, way: str, format: str, objects: list[Any]) -> Callable[[], None]:
+        described, ids = self.describe(ours), self.ids.tolist()
+        number, direction = getattr(ours.EngineKVFormat, format), getattr(ours.TransferDirection, way)
+        return lambda: ours.multi_layer_block_kv_transfer(
+            self.table, objects, ids, self.place, direction, described, 256, number, 0
+        )
+
+    def slots_of(self, module: Any, way: str, tokens: Any) -> Callable[[], None]:
+        direction, number = getattr(module.TransferDirection, way), module.EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
+        return lambda: module.multi_layer_kv_transfer(
+            tokens, self.table, self.slots, self.place, self.blocks * self.bs, direction, number, self.bs, self.hs
+        )
+
+    def plan_of(self, module: Any, way: str, host: list[Any], staging: list[Any]) -> Callable[[], None]:
+        direction, number = getattr(module.TransferDirection, way), module.EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
+
+        def work() -> None:
+            group = module.KernelGroupSpec(
+                self.table.data_ptr(), [s.data_ptr() for s in staging], self.describe(module), 256, number,
+                self.there.data_ptr(), len(self.ids),
+            )  # fmt: skip
+            ends = [(h.data_ptr(), s.data_ptr()) for h, s in zip(host, staging, strict=True)]
+            copies = [
+                module.StagingCopy(*(e if way == "D2H" else e[::-1]), host[0].nbytes, k * host[0].nbytes)
+                for k, e in enumerate(ends)
+            ]
+            steps = [module.BatchStep(copies, [module.LaunchVar(0, 0, 64, 4, 0)]) for _ in range(4)]
+            module.execute_object_group_transfer(direction, self.place, 1 << 26, [group], steps)
+
+        return work
+
+
+def main() -> None:
+    gpu = len(sys.argv) > 1
+    if gpu:
+        spec = importlib.util.spec_from_file_location("lmcache.c_ops", sys.argv[1])
+        assert spec is not None
+        assert spec.loader is not None
+        theirs: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(theirs)
+    else:
+        import lmcache.python_ops_fallback as theirs
+    device = "cuda" if gpu else "cpu"
+    s = Setting(device, *((32, 4096) if gpu else (8, 256)))
+    print(f"{'':28s} | LMCache | kvraw{' | kvraw, ids on the host' if gpu else ''} | ratio")
+    for place in ("cpu", "cuda") if gpu else ("cpu",):
+        objects = s.objects(place)
+        nbytes = sum(o.nbytes for o in objects)
+        rows = s.objects(place, 1024, 1)[0]
+        for way in ("D2H", "H2D"):
+            for format in ("NL_X_TWO_NB_BS_NH_HS", "NL_X_TWO_NB_NH_BS_HS"):
+                works = [s.blocks_of(m, way, format, objects) for m in (theirs, ours)]
+                works += [s.blocks_with_host_ids(way, format, objects)] * gpu
+                name = f"blocks {'HND' if 'NH_BS' in format else 'NHD'} {way} {place}"
+                row(name, nbytes, [timed(w, device) for w in works])
+            timings = [timed(s.slots_of(m, way, rows), device) for m in (theirs, ours)]
+            row(f"slots {way} {place}", rows.nbytes, timings)
+    if gpu:
+        host, staging = s.objects("cpu"), s.objects("cuda")
+        for way in ("D2H", "H2D"):
+            timings = [timed(s.plan_of(m, way, host, staging), device) for m in (theirs, ours)]
+            row(f"plan of 4 steps {way}", 16 * host[0].nbytes, timings)
+    a = torch.zeros(1 << 20, dtype=torch.uint8)
+    b = torch.zeros_like(a)
+    src, dst = ([t.data_ptr() + 64 * k for k in range(4096)] for t in (a, b))
+    timings = [timed(lambda m=m: m.batched_memcpy(src, dst, [64] * 4096), "cpu") for m in (theirs, ours)]
+    row("4096 host copies of 64 B", 4096 * 64, timings)
+
+
+if __name__ == "__main__":
+    main()

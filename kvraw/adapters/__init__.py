@@ -1,0 +1,1 @@
+"""Other projects' signatures, translated to layouts, plans and pools: the only place that knows their names."""

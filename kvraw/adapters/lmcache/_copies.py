@@ -1,0 +1,146 @@
+"""Plain copies: one between device and host, split where registrations may end, and many on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvraw.adapters.lmcache._place import current_stream, raise_seen
+from kvraw.adapters.lmcache._types import ArgumentError, direction_of, number
+from kvraw.arrays import U64, is_pointer
+from kvraw.engines import cpu
+from kvraw.errors import BoundsError
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import locate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["batched_memcpy", "check_alignment", "check_range", "enqueue_split", "lmcache_memcpy_async"]
+
+
+def check_alignment(alignment: Any) -> int:
+    """The distance of possible registration ends: a power of two."""
+    value = number("host_buffer_alignments", alignment)
+    if value <= 0 or value & (value - 1):
+        raise ArgumentError(f"host_buffer_alignments is {value}, must be power of two")
+    return value
+
+
+def check_range(name: str, address: int, nbytes: int, offset: int = 0) -> None:
+    """Check a range of memory and its offset in a host buffer."""
+    if nbytes < 0 or offset < 0 or offset + nbytes >= 2**64:
+        raise BoundsError(f"nbytes is {nbytes}, host_buffer_offset {offset}: must be >= 0, and below 2**64 together")
+    if nbytes and not 0 < address < 2**64 - nbytes:
+        raise BoundsError(f"{name} is {address}, must be an address in (0, 2**64) with {nbytes} bytes")
+
+
+def _pieces(nbytes: int, offset: int, alignment: int) -> Iterator[tuple[int, int]]:
+    """Begin and size of the pieces of a copy, cut at multiples of the alignment in the host buffer."""
+    at = 0
+    while at < nbytes:
+        size = min(alignment - (offset + at) % alignment, nbytes - at)
+        yield at, size
+        at += size
+
+
+def enqueue_split(dest: int, src: int, nbytes: int, offset: int, alignment: int, stream: int) -> None:
+    """Enqueue a copy in pieces none of which spans two registrations; the device's context is current."""
+    enqueue = driver().memcpy_async
+    for at, size in _pieces(nbytes, offset, alignment):
+        enqueue(dest + at, src + at, size, stream)
+
+
+def copy_on_host(dest: int, src: int, nbytes: int) -> None:
+    """Copy host memory now."""
+    if nbytes:
+        cpu.copy_batch(*(np.array([x], np.uint64) for x in (dest, src, nbytes)))
+
+
+def lmcache_memcpy_async(
+    dest: int | Tensor,
+    src: int | Tensor,
+    nbytes: int,
+    direction: Any,
+    host_buffer_offset: int,
+    host_buffer_alignments: int,
+) -> None:
+    """Copy bytes between device and host on the device's current stream; on the host where no device takes part.
+
+    Parameters
+    ----------
+    dest, src : int or tensor
+        Both addresses, or both dense tensors.
+    host_buffer_offset, host_buffer_alignments : int
+        Where the host side lies in its buffer, and the distance at which one registration of that buffer may end and
+        the next begin: no single copy spans such an end.
+    """
+    alignment = check_alignment(host_buffer_alignments)
+    direction_of(direction)
+    ends: list[int] = []
+    given: tuple[tuple[str, Any], ...] = (("dest", dest), ("src", src))
+    for name, end in given:
+        if is_pointer(end):
+            ends.append(int(end))
+            continue
+        if is_pointer(dest) != is_pointer(src) or not hasattr(end, "data_ptr"):
+            raise TypeError("dest and src must be both addresses or both tensors")
+        if nbytes % end.element_size() or nbytes > end.numel() * end.element_size():
+            raise ArgumentError(f"nbytes is {nbytes}, must be whole elements of {name} and within it")
+        if not end.is_contiguous():
+            raise ArgumentError(f"{name} must be dense")
+        ends.append(int(end.data_ptr()))
+    for name, address in zip(("dest", "src"), ends, strict=True):
+        check_range(name, address, nbytes, host_buffer_offset)
+    if not nbytes:
+        return
+    places = [locate(address, 1) for address in ends]
+    device = next((p.device for p in places if p.device is not None), None)
+    if device is None:
+        copy_on_host(ends[0], ends[1], nbytes)
+        return
+    with DeviceScope(device):
+        stream = current_stream(device)
+        raise_seen(device, stream)
+        enqueue_split(ends[0], ends[1], nbytes, host_buffer_offset, alignment, stream)
+
+
+def _vector(name: str, values: Any) -> U64:
+    try:
+        # Of numpy's ways to take a list of integers in, the fastest.
+        found = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64, len(values))
+    except OverflowError:
+        raise TypeError(f"{name} holds a number outside [0, 2**63)") from None
+    vector: U64 = np.ascontiguousarray(found, np.uint64)
+    if len(vector) and int(np.maximum.reduce(vector)) >> 63:  # a negative number, or no address of this process
+        raise TypeError(f"{name} holds a number outside [0, 2**63)")
+    return vector
+
+
+def _entangled(dst: U64, src: U64, sizes: U64) -> bool:
+    """Whether some copy writes what another one reads or writes."""
+    order = np.argsort(dst, kind="stable")
+    begin, end = dst[order], (dst + sizes)[order]
+    if (begin[1:] < end[:-1]).any():
+        return True
+    # The destinations are apart and in order: a source touches one where the last that begins before its end goes on.
+    last = np.searchsorted(begin, src + sizes, "left").astype(np.int64) - 1
+    return bool(((last >= 0) & (end[np.maximum(last, 0)] > src)).any())
+
+
+def batched_memcpy(src_ptrs: list[int], dst_ptrs: list[int], sizes: list[int]) -> None:
+    """Copy ``sizes[i]`` bytes of host memory from ``src_ptrs[i]`` to ``dst_ptrs[i]``, as if one after the other."""
+    if not len(src_ptrs) == len(dst_ptrs) == len(sizes):
+        raise ValueError("batched_memcpy expects equally sized src_ptrs, dst_ptrs, and sizes")
+    src, dst, n = _vector("src_ptrs", src_ptrs), _vector("dst_ptrs", dst_ptrs), _vector("sizes", sizes)
+    if not n.all():
+        kept = n > 0
+        src, dst, n = src[kept], dst[kept], n[kept]
+    if not len(n):
+        return
+    if not (src.all() and dst.all()):
+        raise ArgumentError("src_ptrs or dst_ptrs holds a null address")
+    cpu.copy_batch(dst, src, n, in_order=len(n) > 1 and int(n.sum()) >= 1 << 20 and _entangled(dst, src, n))

@@ -1,0 +1,86 @@
+"""Where a call happens: its device, its stream, and what earlier calls on that device have to report."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections import defaultdict, deque
+from typing import Any
+
+from kvraw.errors import BoundsError
+from kvraw.prepared import Copy
+from kvraw.runtime.context import current_device
+from kvraw.runtime.driver import driver, driver_or_none
+from kvraw.transfer_plan import Transfer
+
+__all__ = ["current_stream", "device_index", "raise_seen", "tensor_device", "this_device", "watch"]
+
+_log = logging.getLogger("kvraw")
+_watched: defaultdict[int, deque[Transfer | Copy]] = defaultdict(deque)
+_lock = threading.Lock()
+
+
+def _torch_cuda() -> Any:
+    """Torch's CUDA part where it is in use, else None."""
+    torch: Any = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
+def this_device() -> int:
+    """The current device: torch's where it is in use, else the current context's, else 0."""
+    cuda = _torch_cuda()
+    if cuda is not None:
+        return int(cuda.current_device())
+    found = current_device() if driver_or_none() is not None else None
+    return 0 if found is None else found
+
+
+def device_index(device: Any) -> int | None:
+    """Number of a CUDA device, or None for the host; takes a torch device, its text, or a number."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return device
+    if device is None:
+        return this_device()
+    kind, index = getattr(device, "type", None), getattr(device, "index", None)
+    if kind is None:
+        kind, _, text = str(device).partition(":")
+        index = int(text) if text else None
+    if kind == "cpu":
+        return None
+    if kind != "cuda":
+        raise TypeError(f"device is {device}, must be a CUDA device or the CPU")
+    return this_device() if index is None else int(index)
+
+
+def tensor_device(tensor: Any) -> int | None:
+    """Device that holds a tensor; None for the host."""
+    return device_index(tensor.device)
+
+
+def current_stream(device: int) -> int:
+    """The caller's current stream on a device: torch's, or the default stream where torch is not in use."""
+    cuda = _torch_cuda()
+    return 0 if cuda is None else int(cuda.current_stream(device).cuda_stream)
+
+
+def watch(device: int, copy: Transfer | Copy) -> None:
+    """Remember a copy whose ids only the device has seen."""
+    _watched[device].append(copy)
+
+
+def raise_seen(device: int, stream: int) -> None:
+    """Raise what a copy of an earlier call on this device met, as the driver does with its own asynchronous errors."""
+    queue = _watched.get(device)
+    if not queue or driver().stream_capturing(stream):  # a capture forbids asking about events
+        return
+    while queue:
+        with _lock:
+            if not queue or not queue[0].done():
+                return
+            copy = queue.popleft()
+        try:
+            copy.wait()
+        except BoundsError as error:
+            _log.error("an earlier transfer on device %s: %s", device, error)
+            raise

@@ -1,0 +1,211 @@
+"""Events and completions in stream order: polled when they are drained, so that no driver thread runs Python."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvraw.adapters.lmcache._place import this_device
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
+from kvraw.runtime.stream import Stream
+
+__all__ = [
+    "drain_recorded_completions",
+    "drain_recorded_events",
+    "record_completion_on_stream",
+    "record_event_on_stream",
+]
+
+_log = logging.getLogger("kvraw")
+_MOST = 65536  # records that wait to be drained; beyond it the oldest goes
+_GOOD_SECONDS = 50e-6
+_ANCHOR_SECONDS = 10.0  # the driver tells time between events as a float of milliseconds: stay near the anchor
+_WALL = time.time() - time.monotonic()  # one offset for the process: timestamps never step back with the clock
+
+
+def _now() -> float:
+    return _WALL + time.monotonic()
+
+
+class _Anchor:
+    """An event whose time the host knows; it lives as long as records are told by it."""
+
+    def __init__(self, stream: Stream) -> None:
+        d = driver()
+        event = d.event_create(timing=True)
+        before = _now()
+        d.event_record(event, stream.handle)
+        d.event_synchronize(event)
+        after = _now()
+        self.event, self.at, self.error = event, (before + after) / 2, after - before
+        self._finalizer = weakref.finalize(self, _destroy, weakref.ref(d), stream.device, event)
+
+
+def _destroy(known: weakref.ref[CudaDriver], device: int, event: int) -> None:
+    d = driver_if(known)
+    if d is not None:
+        with DeviceScope(device):
+            d.event_destroy(event)
+
+
+class _Clock:
+    """A device's events as wall-clock times."""
+
+    def __init__(self, device: int) -> None:
+        self._stream = Stream(device)
+        self._last: dict[int, float] = {}
+        self.anchor = self._measure()
+
+    def _measure(self) -> _Anchor:
+        best = _Anchor(self._stream)
+        for _ in range(2):
+            if best.error > _GOOD_SECONDS:
+                best = min(best, _Anchor(self._stream), key=lambda anchor: anchor.error)
+        return best
+
+    def refresh(self) -> None:
+        """Measure anew where the anchor is old."""
+        if _now() - self.anchor.at > _ANCHOR_SECONDS:
+            self.anchor = self._measure()
+
+    def when(self, stream: int, anchor: _Anchor, event: int) -> float:
+        """When a stream got to an event; never before its last one."""
+        at = anchor.at + driver().event_milliseconds(anchor.event, event) / 1000
+        if len(self._last) > 1024:
+            self._last.clear()
+        at = self._last[stream] = max(at, self._last.get(stream, 0.0))
+        return at
+
+
+@dataclass(slots=True)
+class _Record:
+    order: int
+    stream: int
+    value: tuple[Any, ...]
+    clock: _Clock | None = None
+    anchor: _Anchor | None = None
+    event: int = 0
+    at: float = 0.0
+
+
+class _Recorder:
+    """Records of one kind: first in, first out per stream."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[tuple[int, int], deque[_Record]] = {}
+        self._ready: deque[_Record] = deque()
+        self._events: dict[int, list[int]] = {}
+        self._clocks: dict[int, _Clock] = {}
+        self._owner: CudaDriver | None = None
+        self._order = itertools.count()
+
+    def record(self, stream: int, value: tuple[Any, ...]) -> None:
+        """Take a record up when the stream gets to this point."""
+        with self._lock:
+            d = driver_or_none()
+            if d is None:
+                self._take_up(_Record(next(self._order), stream, value, at=_now()))
+                return
+            if d is not self._owner:
+                self._owner = d
+                self._queues.clear()
+                self._events.clear()
+                self._clocks.clear()
+            with DeviceScope(this_device()):  # a default stream is the current context's
+                context = d.stream_context(stream)
+            d.context_push(context)
+            try:
+                self._enqueue(d, d.context_device(), stream, value)
+            finally:
+                d.context_pop()
+
+    def _enqueue(self, d: CudaDriver, device: int, stream: int, value: tuple[Any, ...]) -> None:
+        if d.stream_capturing(stream):
+            self._take_up(_Record(next(self._order), stream, value, at=_now()))
+            return
+        clock = self._clocks.get(device)
+        if clock is None:
+            clock = self._clocks[device] = _Clock(device)
+        clock.refresh()
+        free = self._events.setdefault(device, [])
+        event = free.pop() if free else d.event_create(timing=True)
+        d.event_record(event, stream)
+        queue = self._queues.setdefault((device, stream), deque())
+        queue.append(_Record(next(self._order), stream, value, clock, clock.anchor, event))
+        if len(queue) % 256 == 0:
+            self._poll()
+        if len(queue) > _MOST:
+            lost = queue.popleft()
+            _log.error("a stream has %d records that it has not got to; %r is dropped", _MOST, lost.value[0])
+            d.event_destroy(lost.event)
+
+    def _take_up(self, record: _Record) -> None:
+        self._ready.append(record)
+        if len(self._ready) > _MOST:
+            lost = self._ready.popleft()
+            _log.error("nobody drains %d records; %r is dropped", _MOST, lost.value[0])
+
+    def _poll(self) -> None:
+        """Take up what the streams got to, in the order of time."""
+        found = []
+        for (device, stream), queue in list(self._queues.items()):
+            with DeviceScope(device):
+                while queue and driver().event_done(queue[0].event):
+                    record = queue.popleft()
+                    assert record.clock is not None
+                    assert record.anchor is not None
+                    record.at = record.clock.when(record.stream, record.anchor, record.event)
+                    self._events.setdefault(device, []).append(record.event)
+                    found.append(record)
+            if not queue:
+                self._queues.pop((device, stream), None)
+        for record in sorted(found, key=lambda r: (r.at, r.order)):
+            self._take_up(record)
+
+    def drain(self) -> list[_Record]:
+        """What the streams got to since the last call."""
+        with self._lock:
+            if self._queues and driver_or_none() is self._owner:
+                self._poll()
+            out = list(self._ready)
+            self._ready.clear()
+        return out
+
+
+_events, _completions = _Recorder(), _Recorder()
+
+
+def record_event_on_stream(
+    cuda_stream_ptr: int,
+    event_type_name: str,
+    session_id: str,
+    str_metadata: Mapping[str, str],
+    int_metadata: Mapping[str, int],
+) -> None:
+    """Note an event when a stream gets to this point; `drain_recorded_events` returns it with that time."""
+    _events.record(int(cuda_stream_ptr), (event_type_name, session_id, dict(str_metadata), dict(int_metadata)))
+
+
+def drain_recorded_events() -> list[tuple[str, str, float, dict[str, str], dict[str, int]]]:
+    """Events that streams got to since the last call: name, session, seconds since the epoch, and both mappings."""
+    return [(r.value[0], r.value[1], r.at, r.value[2], r.value[3]) for r in _events.drain()]
+
+
+def record_completion_on_stream(cuda_stream_ptr: int, kind: str, payload: bytes | str) -> None:
+    """Note a completion when a stream gets to this point."""
+    data = payload.encode() if isinstance(payload, str) else bytes(payload)
+    _completions.record(int(cuda_stream_ptr), (kind, data))
+
+
+def drain_recorded_completions() -> list[tuple[str, bytes]]:
+    """Completions that streams got to since the last call: kind and payload."""
+    return [(r.value[0], r.value[1]) for r in _completions.drain()]

@@ -1,0 +1,207 @@
+"""Gathering paged KV into host tensors and back, for engines that hand over their tensors by name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvraw.adapters.lmcache._blocks import ids_of, move_blocks
+from kvraw.adapters.lmcache._paged import Paged, Part, from_tensors
+from kvraw.adapters.lmcache._place import tensor_device
+from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
+from kvraw.arrays import pointer_vector, tensor_view
+from kvraw.discovery import discover
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["compute_kv_layout", "gather_paged_kv_to_cpu", "scatter_cpu_to_paged_kv"]
+
+_log = logging.getLogger("kvraw")
+_SEVERAL = (14, 17)
+# What the reference version calls the layouts that later versions name by the whole row (10 and 11 are 12 and 13).
+_REFERENCE = {12: 10, 13: 11}
+_lock = threading.Lock()
+_known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A cache that tensors were read as."""
+
+    number: int
+    paged: Paged
+
+    @property
+    def hidden(self) -> int:
+        """Elements of a token of one layer and plane."""
+        part = self.paged.parts[0]
+        return part.row // part.layout.geometry.element_size
+
+
+def _flatten(tensors: Any) -> list[Any]:
+    return [x for t in tensors for x in _flatten(t)] if isinstance(tensors, (list, tuple)) else [tensors]
+
+
+def _views(tensors: Any) -> Any:
+    return [_views(t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensor_view(tensors)
+
+
+def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_kv_format: Any) -> _Found:
+    tensors: Any = list(kv_caches.values())
+    if not tensors:
+        raise ValueError("kv_caches is empty. Cannot compute KV layout.")
+    flat, hints = _flatten(tensors), hints or {}
+    number = None if engine_kv_format is None else format_of(engine_kv_format)
+    told = tuple((t.data_ptr(), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
+    key = (told, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
+    found = _known.get(key)
+    if found is None:
+        found = _read(tensors, flat[0], hints, number)
+        with _lock:
+            _known[key] = found
+            while len(_known) > 64:
+                _known.popitem(last=False)
+    return found
+
+
+def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None) -> _Found:
+    device, block_size = tensor_device(first), hints.get("tokens_per_block")
+    if number is None and len(first.shape) == 3 and first.element_size() == 1 and first.shape[-1] == 132:
+        number = 14
+    if number in _SEVERAL:
+        return _Found(number, from_tensors(number, tensors, block_size or 0, 1, device))
+    if number in (0, 8) or (number is None and len(tensors) == 1 and len(first.shape) == 6):
+        tensors = first
+    # The reference version reads an engine on the CPU as heads-first where nothing else is said.
+    kv_layout = hints.get("kv_layout") or ("HND" if device is None else "NHD")
+    fused = number in (10, 11)
+    found = discover(
+        _views(tensors),
+        format=number + 2 if number is not None and fused and len(first.shape) == 4 else number,
+        engine="sglang" if number in (4, 5, 9, 18) else "trtllm" if number == 8 else "vllm",
+        kv_layout=None if number is not None else kv_layout,
+        block_size=block_size,
+        num_heads=hints.get("num_kv_heads"),
+        head_size=hints.get("head_dim"),
+        kv_list_layout="k_v" if number == 4 else hints.get("kv_list_layout"),
+        planes=1 if fused and len(first.shape) == 5 else None,
+    )
+    g, name = found.layout.geometry, found.layout.format.number
+    if name in _REFERENCE and (number is None or fused) and g.head_size % 2 == 0:
+        name = _REFERENCE[name]
+    part = Part(found.layout, row=g.heads * g.head_size * g.element_size)
+    return _Found(name, Paged(pointer_vector("kv_caches", found.addresses), (part,), device))
+
+
+def compute_kv_layout(
+    kv_caches: dict[str, Tensor], layout_hints: Mapping[str, Any] | None = None
+) -> tuple[int, int, int, str, Any]:
+    """Read an engine's tensors: block size, layers, elements of a token's row, name of the type, and format.
+
+    Raises
+    ------
+    ValueError
+        There are no tensors, or they fit no format.
+    """
+    found = _find(kv_caches, layout_hints, None)
+    g, first = found.paged.geometry, _flatten(list(kv_caches.values()))[0]
+    dtype = str(first.dtype).replace("torch.", "")
+    return g.block_size, g.layers, found.hidden, dtype, EngineKVFormat(found.number)
+
+
+def _shape(found: _Found, tokens: int) -> tuple[int, ...]:
+    g = found.paged.geometry
+    inner = (g.layers, tokens, found.hidden)
+    return inner if g.planes == 1 or is_mla(found.number) else (g.planes, *inner)
+
+
+def gather_paged_kv_to_cpu(
+    kv_caches: dict[str, Tensor],
+    block_ids: list[int],
+    blocks_per_chunk: int,
+    layout_hints: Mapping[str, Any] | None = None,
+    engine_kv_format: Any | None = None,
+    out: list[Tensor] | None = None,
+    chunk_indices: list[int] | None = None,
+) -> list[Tensor]:
+    """Gather blocks into one host tensor per chunk of `blocks_per_chunk` blocks.
+
+    Parameters
+    ----------
+    out
+        Where to gather, pinned or not; default: new tensors, pinned where the cache is on a GPU. Those beyond the
+        chunks are left alone.
+    chunk_indices
+        Chunks to gather; default: all whole chunks of `block_ids`.
+
+    Returns
+    -------
+    list of tensors
+        `out` itself where its length is right. On a GPU the copies are enqueued on the current stream, which the
+        caller synchronises before reading; those into pageable memory are over when the call returns.
+    """
+    if blocks_per_chunk <= 0:
+        raise ValueError(f"blocks_per_chunk is {blocks_per_chunk}, must be positive")
+    found = _find(kv_caches, layout_hints, engine_kv_format)
+    whole = len(block_ids) // blocks_per_chunk
+    wanted = list(range(whole)) if chunk_indices is None else list(chunk_indices)
+    if out is not None and len(out) < len(wanted):
+        raise ValueError(f"out length ({len(out)}) must be at least the number of gathered chunks ({len(wanted)})")
+    if any(not 0 <= at < whole for at in wanted):
+        raise ValueError(f"chunk_indices {wanted} must be in [0, {whole})")
+    tokens = blocks_per_chunk * found.paged.geometry.block_size
+    if out is None:
+        chunks = _new(kv_caches, _shape(found, tokens), len(wanted), found.paged.device)
+    else:
+        chunks = out if len(out) == len(wanted) else out[: len(wanted)]
+    ids = [block_ids[at * blocks_per_chunk + k] for at in wanted for k in range(blocks_per_chunk)]
+    move_blocks(found.paged, chunks, ids_of("block_ids", ids, found.paged.device), True, tokens, 0)
+    return chunks
+
+
+def _new(kv_caches: Mapping[str, Any], shape: tuple[int, ...], count: int, device: int | None) -> list[Any]:
+    import torch
+
+    dtype = _flatten(list(kv_caches.values()))[0].dtype
+    return [torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device is not None) for _ in range(count)]
+
+
+def scatter_cpu_to_paged_kv(
+    kv_caches: dict[str, Tensor],
+    block_ids: list[int],
+    chunks: Sequence[Tensor],
+    blocks_per_chunk: int,
+    skip_first_n_tokens: int = 0,
+    layout_hints: Mapping[str, Any] | None = None,
+    engine_kv_format: Any | None = None,
+) -> None:
+    """Scatter host tensors of `blocks_per_chunk` blocks each back into the paged tensors, on the current stream.
+
+    The first `skip_first_n_tokens` are left out, over all chunks; a part of a block counts as none, and is logged.
+    Pageable chunks are copied before the call returns. Block ids beyond the chunks are ignored.
+    """
+    if not chunks:
+        return
+    need = len(chunks) * blocks_per_chunk
+    if blocks_per_chunk <= 0 or len(block_ids) < need:
+        raise ValueError(
+            f"block_ids length ({len(block_ids)}) must be at least len(chunks) ({len(chunks)}) * blocks_per_chunk "
+            f"({blocks_per_chunk})"
+        )
+    found = _find(kv_caches, layout_hints, engine_kv_format)
+    block_size = found.paged.geometry.block_size
+    skip, rest = divmod(max(skip_first_n_tokens, 0), block_size)
+    if rest:
+        _log.error(
+            "skip_first_n_tokens (%d) is not block-aligned (block_size=%d); rounding down to %d blocks",
+            skip_first_n_tokens,
+            block_size,
+            skip,
+        )
+    ids = ids_of("block_ids", list(block_ids[:need]), found.paged.device)
+    move_blocks(found.paged, list(chunks), ids, False, blocks_per_chunk * block_size, skip)

@@ -1,0 +1,31 @@
+"""Fixtures of the adapters' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvraw.adapters.lmcache import _pageable, _paged, _place, _utilities
+
+
+@pytest.fixture(params=["host", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> int | None:
+    """The host, and device 0 of the emulator and of the machine."""
+    if request.param == "host":
+        return None
+    if request.param == "gpu":
+        return int(request.getfixturevalue("gpu"))
+    request.getfixturevalue("fake")
+    return 0
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> Iterator[None]:
+    """What the adapters keep between calls is of one driver: forget it around each test."""
+    kept = (_paged._known, _paged._tables, _place._watched, _pageable._free, _utilities._known)
+    for one in kept:
+        one.clear()
+    yield
+    for one in kept:
+        one.clear()
