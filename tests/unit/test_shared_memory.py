@@ -18,7 +18,7 @@ from kvraw.runtime import libc, shm
 from kvraw.runtime.host_map import HostOptions
 from tests.helpers.leaks import nothing_left
 
-SIZE = 8 << 20
+SIZE = 24 << 20  # above the stacks of threads
 SHM = Path("/dev/shm")
 SHARED = HostOptions(kind="shared")
 

@@ -9,6 +9,12 @@ device.
 from __future__ import annotations
 
 from kvraw.adapters.lmcache._blocks import multi_layer_block_kv_transfer as multi_layer_block_kv_transfer
+from kvraw.adapters.lmcache._codec import calculate_cdf as calculate_cdf
+from kvraw.adapters.lmcache._codec import decode_fast_new as decode_fast_new
+from kvraw.adapters.lmcache._codec import decode_fast_prefsum as decode_fast_prefsum
+from kvraw.adapters.lmcache._codec import encode_fast_new as encode_fast_new
+from kvraw.adapters.lmcache._codec import rotary_embedding_k_fused as rotary_embedding_k_fused
+from kvraw.adapters.lmcache._codec import rotary_embedding_k_fused_strided as rotary_embedding_k_fused_strided
 from kvraw.adapters.lmcache._copies import batched_memcpy as batched_memcpy
 from kvraw.adapters.lmcache._copies import lmcache_memcpy_async as lmcache_memcpy_async
 from kvraw.adapters.lmcache._direct import batch_memcpy_supported as batch_memcpy_supported
@@ -58,8 +64,6 @@ from kvraw.adapters.lmcache._utilities import compute_kv_layout as compute_kv_la
 from kvraw.adapters.lmcache._utilities import gather_paged_kv_to_cpu as gather_paged_kv_to_cpu
 from kvraw.adapters.lmcache._utilities import scatter_cpu_to_paged_kv as scatter_cpu_to_paged_kv
 
-# The codec (encode_fast_new, decode_fast_new, decode_fast_prefsum, calculate_cdf) and the re-rotation of keys
-# (rotary_embedding_k_fused, rotary_embedding_k_fused_strided) are imported above like everything else.
 globals().update(TransferDirection.__members__)
 globals().update(EngineKVFormat.__members__)
 __all__ = sorted(name for name in globals() if not name.startswith("_") and name != "annotations")

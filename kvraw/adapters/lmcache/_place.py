@@ -8,7 +8,8 @@ import threading
 from collections import defaultdict, deque
 from typing import Any
 
-from kvraw.errors import BoundsError
+from kvraw.engines.grid import Operation
+from kvraw.errors import BoundsError, LayoutError
 from kvraw.prepared import Copy
 from kvraw.runtime.context import current_device
 from kvraw.runtime.driver import driver, driver_or_none
@@ -17,7 +18,7 @@ from kvraw.transfer_plan import Transfer
 __all__ = ["current_stream", "device_index", "raise_seen", "tensor_device", "this_device", "watch"]
 
 _log = logging.getLogger("kvraw")
-_watched: defaultdict[int, deque[Transfer | Copy]] = defaultdict(deque)
+_watched: defaultdict[int, deque[Transfer | Copy | Operation]] = defaultdict(deque)
 _lock = threading.Lock()
 
 
@@ -64,7 +65,7 @@ def current_stream(device: int) -> int:
     return 0 if cuda is None else int(cuda.current_stream(device).cuda_stream)
 
 
-def watch(device: int, copy: Transfer | Copy) -> None:
+def watch(device: int, copy: Transfer | Copy | Operation) -> None:
     """Remember a copy whose ids only the device has seen."""
     _watched[device].append(copy)
 
@@ -81,6 +82,6 @@ def raise_seen(device: int, stream: int) -> None:
             copy = queue.popleft()
         try:
             copy.wait()
-        except BoundsError as error:
+        except (BoundsError, LayoutError) as error:
             _log.error("an earlier transfer on device %s: %s", device, error)
             raise
