@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from kvraw import config
 from kvraw.arrays import ASK_DRIVER, U64, IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
 from kvraw.engines import copy_engine, cpu, reference
 from kvraw.engines.device_state import device_state
-from kvraw.engines.kernel import KernelPlan
+from kvraw.engines.kernel import THREADS, KernelPlan
 from kvraw.engines.operands import Operands, check_host_index, check_table
 from kvraw.engines.planner import profile_for
 from kvraw.errors import BoundsError, LayoutError, PlacementError
@@ -17,7 +21,7 @@ from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Completion
-from kvraw.runtime.memory import locate
+from kvraw.runtime.memory import locate_all
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["Copy", "PreparedCopy"]
@@ -44,6 +48,11 @@ class Copy:
             if self._completion.error is not None:
                 raise self._completion.error
 
+    def wait_on(self, stream: Any) -> None:
+        """Make a stream of the same device wait until the copy is over."""
+        if self._completion is not None:
+            self._completion.wait_on(stream_handle(stream))
+
 
 class PreparedCopy:
     """A copy plan made ready: call it with base addresses, indices and a count.
@@ -56,12 +65,15 @@ class PreparedCopy:
         The GPU that carries it out; None: the CPU, over host memory.
     engine : str
         "auto", "kernel" or "copy" on a GPU; "auto", "cpu" or "reference" on the CPU.
-    ctas : int, optional
-        Most thread blocks of the kernel.
+    ctas, threads : int, optional
+        Most thread blocks of the kernel, and most threads of a block.
     check : bool
         Check indices against the sides' limits, on the host where they are there, else in the kernel.
-    names : tuple of str
-        What errors call the source and the destination.
+    names, index_names : tuple of str
+        What errors call the source and the destination, and their indices.
+    errors : deque, optional
+        For callers that wait for no copy: takes what the kernel found in indices that lie on the device, and the next
+        call raises the oldest.
     """
 
     def __init__(
@@ -71,8 +83,11 @@ class PreparedCopy:
         device: int | None,
         engine: str = "auto",
         ctas: int | None = None,
+        threads: int | None = None,
         check: bool = True,
         names: tuple[str, str] = ("src", "dst"),
+        index_names: tuple[str, str] | None = None,
+        errors: deque[Exception] | None = None,
     ) -> None:
         if engine == "auto":
             engine = config.ENGINE.get()
@@ -81,14 +96,17 @@ class PreparedCopy:
                 f"engine is {engine!r} with device {device}; must be one of {', '.join(_ENGINES)} and fit it"
             )
         self.plan, self.device, self.check, self.names = plan, device, check, names
-        self._engine = engine
-        self._kernel = KernelPlan(plan, ctas=ctas, check=check, names=(f"{names[0]}_index", f"{names[1]}_index"))
+        self.index_names = index_names or (f"{names[0]}_index", f"{names[1]}_index")
+        self._engine, self._errors = engine, errors
+        self._kernel = KernelPlan(
+            plan, ctas=ctas, threads=threads or THREADS, check=check, names=self.index_names, errors=errors
+        )
         self._cpu = cpu.CpuPlan(plan) if device is None and engine != "reference" else None
 
     def __call__(
         self,
-        src: Any,
-        dst: Any,
+        src: Sequence[int] | Any,
+        dst: Sequence[int] | Any,
         count: int,
         *,
         src_index: Any = None,
@@ -124,8 +142,8 @@ class PreparedCopy:
         sides = (self.plan.src, self.plan.dst)
         bases = [pointer_vector(n, b) for n, b in zip(self.names, (src, dst), strict=True)]
         index = [
-            self._index(f"{n}_index", i, side, first, count)
-            for n, i, side in zip(self.names, (src_index, dst_index), sides, strict=True)
+            self._index(n, i, side, first, count)
+            for n, i, side in zip(self.index_names, (src_index, dst_index), sides, strict=True)
         ]
         for name, table, side in zip(self.names, bases, sides, strict=True):
             check_table(name, table, side, first + count)
@@ -134,27 +152,63 @@ class PreparedCopy:
         handle = stream_handle(stream)
         if not count:
             return Copy(None, "none")
+        refs = (refs, src, dst, src_index, dst_index)
         with DeviceScope(self.device):
-            seen = [self._on_device(n, b) for n, b in zip(self.names, bases, strict=True)]
+            seen, link, pageable = self._on_device(bases)
             host_ids = all(i is None or i.host is not None for i in index)
-            link = any(s[1] for s in seen)
-            capturing = driver().stream_capturing(handle)
-            engine = self._choose(link, host_ids, capturing, count)
-            state = device_state(self.device)
-            operation = state.books.begin(handle, captured=capturing)
-            try:
-                if engine == "copy":
-                    ends = [Operands(b, i) for b, i in zip(bases, index, strict=True)]
-                    operation.enqueued.append(handle)
-                    found = copy_engine.merge(copy_engine.describe(self.plan, ends[0], ends[1], first, count))
-                    copy_engine.enqueue(found, handle, capturing=capturing)
-                else:
-                    ends = [Operands(s[0], i) for s, i in zip(seen, index, strict=True)]
-                    self._kernel.enqueue(state, operation, ends[0], ends[1], first, count, link=link)
-            except BaseException:
-                operation.abort()
-                raise
-            return Copy(operation.commit((refs, src, dst, src_index, dst_index)), engine)
+            engine = self._choose(link, host_ids, driver().stream_capturing(handle), count)
+            if engine == "copy":
+                ends = [Operands(b, i) for b, i in zip(bases, index, strict=True)]
+                return self._copy(ends[0], ends[1], first, count, handle, pageable, refs)
+            ends = [Operands(s, i) for s, i in zip(seen, index, strict=True)]
+            return self.launch(ends[0], ends[1], count, handle, first=first, link=link, refs=refs)
+
+    def launch(
+        self, src: Operands, dst: Operands, count: int, stream: int, *, first: int = 0, link: bool, refs: object = None
+    ) -> Copy:
+        """Enqueue the kernel with operands that the caller has checked; the device's context is current.
+
+        `link` says that host memory takes part.
+        """
+        assert self.device is not None
+        state = device_state(self.device)
+        captured = driver().stream_capturing(stream)
+        operation = state.books.begin(stream, captured=captured)
+        try:
+            if self._errors:
+                raise self._errors.popleft()
+            self._kernel.enqueue(state, operation, src, dst, first, count, link=link)
+        except BaseException:
+            operation.abort()
+            raise
+        completion = operation.commit(refs)
+        if captured and self._errors is not None:
+            state.books.lost.append(completion)  # nobody holds it, and nothing tells when the graph is gone
+        return Copy(completion, "kernel")
+
+    def _copy(
+        self, src: Operands, dst: Operands, first: int, count: int, stream: int, pageable: bool, refs: object
+    ) -> Copy:
+        """Enqueue the copy engine's descriptors."""
+        assert self.device is not None
+        state, capturing = device_state(self.device), driver().stream_capturing(stream)
+        # The batch call refuses the legacy default stream: a stream of ours takes the copies in its place in the order.
+        aside = stream in copy_engine.LEGACY and not capturing and not pageable
+        own = state.side_stream("copy").handle if aside else stream
+        operation = state.books.begin(own, captured=capturing)
+        try:
+            if aside:
+                operation.follow(stream)
+            found = copy_engine.merge(copy_engine.describe(self.plan, src, dst, first, count))
+            operation.enqueued.append(own)
+            copy_engine.enqueue(found, own, capturing=capturing, pageable=pageable)
+        except BaseException:
+            operation.abort()
+            raise
+        completion = operation.commit(refs)
+        if aside:
+            completion.wait_on(stream)
+        return Copy(completion, "copy")
 
     def _index(self, name: str, values: Any, side: Side, first: int, count: int) -> IndexVector | None:
         if values is None:
@@ -180,18 +234,19 @@ class PreparedCopy:
             reference.copy(self.plan, ends[0], ends[1], first, count)
         return Copy(None, "cpu" if self._cpu is not None else "reference")
 
-    def _on_device(self, name: str, bases: U64) -> tuple[U64, bool]:
-        """Addresses as the device sees them, and whether host memory is among them."""
-        seen, link = bases.copy(), False
-        for at, address in enumerate(bases.tolist()):
-            where = locate(address, 1)
-            if not where.device_address:
-                raise PlacementError(
-                    f"{name}[{at}] at {address:#x} is pageable host memory; the GPU takes pinned, host-registered or "
-                    f"device memory"
-                )
-            seen[at], link = where.device_address, link or where.device is None
-        return seen, link
+    def _on_device(self, bases: list[U64]) -> tuple[list[U64], bool, bool]:
+        """Addresses as the device sees them, whether host memory is among them, and whether pageable memory is."""
+        seen, devices = locate_all(np.concatenate(bases))
+        pageable = not seen.all()
+        if pageable and self._engine != "copy":
+            at = int(np.argmin(seen != 0))
+            side = at >= len(bases[0])
+            at -= side * len(bases[0])
+            raise PlacementError(
+                f"{self.names[side]}[{at}] at {int(bases[side][at]):#x} is pageable host memory; the kernel takes "
+                f"pinned, host-registered or device memory"
+            )
+        return [seen[: len(bases[0])], seen[len(bases[0]) :]], None in devices, pageable
 
     def _choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
         if self._engine == "copy" and not host_ids:

@@ -96,11 +96,12 @@ def split(d: Descriptors, edges: U64) -> Descriptors:
     return d
 
 
-def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None) -> str:
+def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None, pageable: bool = False) -> str:
     """Enqueue copies on a stream, in its order and unordered among themselves; returns how.
 
     The vectors are read during the call. Where the batch call cannot be used (drivers before 12.8, captures, the
     legacy default stream), copies go one by one, regular ones as rows of a two-dimensional copy; the order is the same.
+    `pageable` says that pageable memory takes part: one by one then, and the call may wait for the copies.
     """
     if not len(d):
         return "nothing"
@@ -108,6 +109,10 @@ def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None) -> st
     call = driver()
     if capturing is None:
         capturing = call.stream_capturing(stream)
+    if pageable:
+        for to, at, n in zip(d.dst.tolist(), d.src.tolist(), d.sizes.tolist(), strict=True):
+            call.memcpy_async(to, at, n, stream)
+        return "copies one by one"
     if stream not in LEGACY and not capturing and call.batch_supported():
         most = config.MAX_BATCH.get()
         for begin in range(0, len(d), most):

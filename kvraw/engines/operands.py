@@ -10,7 +10,24 @@ from kvraw.arrays import I64, U64, IndexVector
 from kvraw.errors import BoundsError
 from kvraw.plan import Side
 
-__all__ = ["Operands", "check_distinct", "check_host_index", "check_table"]
+__all__ = ["DeviceTable", "Operands", "check_distinct", "check_host_index", "check_table"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTable:
+    """A table of base addresses that only the kernel reads, where it lies.
+
+    Attributes
+    ----------
+    address, entries : int
+        Where it lies, as the device sees it, and its length.
+    bits : int
+        The alignment of what it holds: all bases or-ed together, or the smallest power of two that divides them all.
+    """
+
+    address: int
+    entries: int
+    bits: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +40,13 @@ class Operands:
         The side's table, as addresses that the engine can use.
     index : IndexVector or None
         Index of each item; None: the item is its own index.
+    table : DeviceTable or None
+        Stands for `bases` where the table is known to the device alone (kernel engine only).
     """
 
     bases: U64
     index: IndexVector | None = None
+    table: DeviceTable | None = None
 
     @property
     def host_index(self) -> I64 | None:

@@ -17,7 +17,7 @@ from kvraw.errors import BoundsError, ClosedError, DriverError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 
-__all__ = ["DeviceBuffer", "PinnedBuffer", "Registration", "Where", "boundaries", "locate"]
+__all__ = ["DeviceBuffer", "PinnedBuffer", "Registration", "Where", "boundaries", "locate", "locate_all"]
 
 REGISTER_STEP = 64 << 30  # one registration of 512 GiB or more fails on r580; stay well below
 
@@ -58,6 +58,36 @@ def locate(address: int, nbytes: int) -> Where:
             return PAGEABLE
         reach = following.base + following.size
     return Where(None, info.device_address)
+
+
+def locate_all(addresses: npt.NDArray[np.uint64], nbytes: int = 1) -> tuple[npt.NDArray[np.uint64], set[int | None]]:
+    """`locate` for many ranges of one size, with one question to the driver per allocation.
+
+    Returns the addresses as a GPU sees them, and the devices that hold them (None: the host). An address is 0 where the
+    range is pageable; behind the first such one, they all are: nothing tells where pageable memory ends.
+    """
+    seen = np.zeros_like(addresses)
+    devices: set[int | None] = set()
+    d = driver_or_none()
+    left = np.arange(len(addresses))
+    while len(left) and d is not None:
+        first = int(addresses[left[0]])
+        info = d.pointer_info(first)
+        if info is None:
+            break
+        host = info.kind == "host"
+        base, end = np.uint64(min(info.base, first)), np.uint64(max(info.base + info.size, first + 1))
+        at = addresses[left]
+        inside = (at >= base) & (at < end)
+        over = np.flatnonzero(inside & (at + np.uint64(nbytes) > end)) if host else ()
+        for k in over:  # over the end of a registration: another may follow
+            if not locate(int(at[k]), nbytes).device_address:
+                return seen, devices | {None}
+        shift = np.uint64((info.device_address - first) % 2**64) if host else np.uint64(0)
+        seen[left[inside]] = at[inside] + shift
+        devices.add(None if host else info.device)
+        left = left[~inside]
+    return seen, devices | ({None} if len(left) else set())
 
 
 class _Owner:
