@@ -36,7 +36,7 @@ ONLY_FOR = {
     "cuda": ("kvraw.runtime.driver",),
     "numba": ("kvraw.engines.cpu_kernels",),
     "llvmlite": ("kvraw.engines.cpu_kernels",),
-    "torch": (),
+    "torch": ("kvraw.adapters",),
 }
 
 

@@ -1,0 +1,1 @@
+"""Other projects' signatures, translated to plans."""
