@@ -98,14 +98,14 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         at = int(nbytes.argmax())
         raise BoundsError(f"sizes[{at}] is {int(nbytes[at : at + 1].view(np.int64)[0])}, must be in [0, 2**62)")
     one_size = nbytes.min() == nbytes.max()
-    seen, places = locate_all(np.concatenate([source, target]), int(nbytes[0]) if one_size else 1)
-    devices = [d for d in places if d is not None]
+    seen = [locate_all(v, int(nbytes[0]) if one_size else 1) for v in (source, target)]
+    devices = list({d for _, places in seen for d in places if d is not None})
     if len(devices) > 1:
         raise PlacementError(f"the memory lies on devices {sorted(devices)}, must lie on one and the host")
     if not devices:
         memcpy_batch(target, source, nbytes)
         return
-    stream, pageable = tensors.current_stream(devices[0]), not seen.all()
+    stream, pageable = tensors.current_stream(devices[0]), not all(at.all() for at, _ in seen)
     kinds = [int(nbytes[0])] if one_size else np.unique(nbytes).tolist()
     if pageable or len(kinds) > _FEW:
         memcpy_batch(target, source, nbytes, stream=stream, device=devices[0], pageable=pageable)

@@ -110,7 +110,7 @@ class TorchLike:
     def empty(self, kind: str, shape: tuple[int, ...], dtype: str = "uint8") -> Tensor:
         strides = tuple(int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape)))
         nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        return Tensor(Memory(self, kind, max(nbytes, 1)), 0, shape, strides, dtype)
+        return Tensor(Memory(self, kind, max(nbytes, 8)), 0, shape, strides, dtype)
 
     def put(self, kind: str, array: np.ndarray) -> Tensor:
         """A tensor of an array's values."""
