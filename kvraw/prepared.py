@@ -32,10 +32,15 @@ _ENGINES = ("auto", "kernel", "copy", "cpu", "reference")
 class Copy:
     """A copy that was enqueued (GPU) or is done (CPU)."""
 
-    __slots__ = ("_completion", "engine")
+    __slots__ = ("_completion", "_device", "engine")
 
-    def __init__(self, completion: Completion | None, engine: str) -> None:
-        self._completion, self.engine = completion, engine
+    def __init__(self, completion: Completion | None, engine: str, device: int | None = None) -> None:
+        self._completion, self.engine, self._device = completion, engine, device
+
+    @property
+    def completion(self) -> Completion | None:
+        """What tells its end; None where it is done."""
+        return self._completion
 
     def done(self) -> bool:
         """Whether the copy is over; never waits."""
@@ -50,8 +55,9 @@ class Copy:
 
     def wait_on(self, stream: Any) -> None:
         """Make a stream of the same device wait until the copy is over."""
-        if self._completion is not None:
-            self._completion.wait_on(stream_handle(stream))
+        if self._completion is not None and self._device is not None:
+            with DeviceScope(self._device):
+                self._completion.wait_on(stream_handle(stream))
 
 
 class PreparedCopy:
@@ -184,7 +190,7 @@ class PreparedCopy:
         completion = operation.commit(refs)
         if captured and self._errors is not None:
             state.books.lost.append(completion)  # nobody holds it, and nothing tells when the graph is gone
-        return Copy(completion, "kernel")
+        return Copy(completion, "kernel", self.device)
 
     def _copy(
         self, src: Operands, dst: Operands, first: int, count: int, stream: int, pageable: bool, refs: object
@@ -208,7 +214,7 @@ class PreparedCopy:
         completion = operation.commit(refs)
         if aside:
             completion.wait_on(stream)
-        return Copy(completion, "copy")
+        return Copy(completion, "copy", self.device)
 
     def _index(self, name: str, values: Any, side: Side, first: int, count: int) -> IndexVector | None:
         if values is None:
