@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +24,7 @@ NO_LIMIT = 2**62
 QUOTA_VARIABLE, QUOTA = "SGLANG_HICACHE_BLOCK_QUOTA", 2
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """What moves: per token, layer and head, and K and V alike, ``item / heads`` bytes.
 
     Attributes
@@ -46,8 +44,7 @@ class Rows:
     heads: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """One side of an operation.
 
     Attributes
@@ -90,42 +87,147 @@ def default_quota(given: int | None) -> int:
         raise ValueError(f"environment variable {QUOTA_VARIABLE}={text!r} must be a number of thread blocks") from None
 
 
-def _side(end: tuple[str, int, int, int], rows: Rows, planes: int) -> Side:
-    layout, dim, limit, table_plane = end
-    outer, inner, layer, head = _STRIDES["lf" if layout == "table" else layout](rows.item, dim, rows.page, rows.heads)
-    return Side(
+class _Seen(NamedTuple):
+    """What of a tensor decides how it is used: one key of the cache of ready copies."""
+
+    address: int
+    values: int
+    dtype: Any
+    nbytes: int
+    is_cuda: bool
+    dense: bool
+
+
+def _see(tensor: Any) -> _Seen:
+    dense = tensor.is_contiguous()
+    count = tensor.numel()
+    nbytes = count * tensor.element_size() if dense else tensors.reach(tensor)
+    return _Seen(tensor.data_ptr(), count, tensor.dtype, nbytes, tensor.is_cuda, dense)
+
+
+class _Side(NamedTuple):
+    """One side of a ready copy.
+
+    Attributes
+    ----------
+    side : Side
+        Its strides.
+    bases : numpy.ndarray
+        Addresses as the host knows them; empty where a table lies on the device.
+    mapped : numpy.ndarray
+        As the device saw them when the copy was made ready.
+    pinned : tuple of (int, int)
+        Addresses of host memory and what the device saw there: asked anew at each call, for it may have been unpinned.
+    table : tuple of (int, int) or None
+        Address and length of a table on the device.
+    """
+
+    side: Side
+    bases: U64
+    mapped: U64
+    pinned: tuple[tuple[int, int], ...] = ()
+    table: tuple[int, int] | None = None
+
+
+class _Ready(NamedTuple):
+    copy: PreparedCopy
+    src: _Side
+    dst: _Side
+
+
+def _limit(layout: str, dim: int, seen: tuple[_Seen, ...], rows: Rows) -> int:
+    """Tokens that an end holds."""
+    held = min(t.nbytes for t in seen)
+    if layout == "lf":
+        return (held - rows.item) // (dim or rows.item) + 1 if held >= rows.item else 0
+    return held // (dim * rows.page) * rows.page
+
+
+def _check_rows(name: str, layout: str, dim: int, rows: Rows) -> None:
+    if rows.item <= 0 or rows.layers < 0 or rows.page <= 0 or rows.heads <= 0:
+        raise BoundsError(
+            f"item_size is {rows.item}, num_layers {rows.layers}, page_size {rows.page}, head_num {rows.heads}: "
+            f"must be positive"
+        )
+    if rows.item % rows.heads:
+        raise LayoutError(f"item_size is {rows.item}, must be a multiple of head_num, {rows.heads}")
+    if layout in ("lf", "table"):
+        if dim and dim < rows.item:
+            raise LayoutError(f"the {name} stride is {dim} bytes, an item takes {rows.item}")
+    elif dim % rows.item or not 0 <= rows.first <= dim // rows.item - rows.layers:
+        raise BoundsError(
+            f"{name}_layout_dim is {dim}, must be a multiple of item_size, {rows.item}, that holds layers "
+            f"{rows.first} to {rows.first + rows.layers}"
+        )
+
+
+def _check_tables(name: str, seen: tuple[_Seen, ...], rows: Rows, device: int | None) -> None:
+    for t, plane in zip(seen, "kv", strict=False):
+        dtype = str(t.dtype).removeprefix("torch.")
+        if dtype not in ("uint64", "int64"):
+            raise TypeError(f"the {name} {plane} table holds {dtype}, must hold uint64")
+        if t.values < rows.layers:
+            raise BoundsError(f"the {name} {plane} table has {t.values} addresses, must have {rows.layers}")
+        if t.is_cuda != seen[0].is_cuda or not t.dense:
+            raise PlacementError(f"the {name} tables of k and v must be dense and lie at one place")
+        if t.is_cuda and device is None:
+            raise PlacementError(f"the {name} table lies on a GPU, the indices do not")
+
+
+def _end(name: str, layout: str, dim: int, seen: tuple[_Seen, ...], rows: Rows, device: int | None) -> _Side:
+    _check_rows(name, layout, dim, rows)
+    steps = _STRIDES["lf" if layout == "table" else layout](rows.item, dim, rows.page, rows.heads)
+    outer, inner, layer, head = steps
+    planes, is_table = len(seen), layout == "table"
+    table_plane = planes - 1
+    if is_table:
+        _check_tables(name, seen, rows, device)
+        # On the device K's table and V's are one: what lies between them is the stride from plane to plane.
+        table_plane = (seen[-1].address - seen[0].address) // 8 if seen[0].is_cuda else rows.layers * (planes - 1)
+    side = Side(
         outer=outer,
         inner=inner,
         page=rows.page if layout in _PAGED else 1,
         layer=layer,
         head=head,
-        table_layer=int(layout == "table"),
+        table_layer=int(is_table),
         table_plane=table_plane,
-        limit=limit,
-        entries=rows.layers * planes if layout == "table" else planes,
+        limit=NO_LIMIT if is_table else _limit(layout, dim, seen, rows),
+        entries=rows.layers * planes if is_table else planes,
     )
+    if is_table:
+        return _Side(side, _NONE, _NONE, table=(seen[0].address, seen[0].values) if seen[0].is_cuda else None)
+    offset = rows.first * layer
+    bases = np.array([t.address + offset for t in seen], np.uint64)
+    if device is None:
+        return _Side(side, bases, bases)
+    pinned = tuple((t.address, tensors.mapped_address(name, t.address)) for t in seen if not t.is_cuda)
+    known = dict(pinned)
+    mapped = np.array([known.get(t.address, t.address) + offset for t in seen], np.uint64)
+    return _Side(side, bases, mapped, pinned)
 
 
-@lru_cache(maxsize=1024)
-def _prepared(
-    src: tuple[str, int, int, int],
-    dst: tuple[str, int, int, int],
+@lru_cache(maxsize=2048)
+def _ready(
+    src: tuple[str, int, tuple[_Seen, ...]],
+    dst: tuple[str, int, tuple[_Seen, ...]],
     rows: Rows,
-    planes: int,
     ctas: int,
     threads: int,
     device: int | None,
-) -> PreparedCopy:
+) -> _Ready:
+    """A copy made ready for tensors at these places: all that does not change from call to call."""
+    ends = _end("src", *src, rows, device), _end("dst", *dst, rows, device)
     plan = CopyPlan(
-        _side(src, rows, planes),
-        _side(dst, rows, planes),
-        layers=rows.layers,
-        planes=planes,
+        ends[0].side,
+        ends[1].side,
+        layers=rows.layers or 1,
+        planes=len(src[2]),
         tokens=1,
         heads=rows.heads,
         run=rows.item // rows.heads,
     )
-    return PreparedCopy(
+    copy = PreparedCopy(
         plan,
         device=device,
         engine="auto" if device is None else "kernel",
@@ -134,80 +236,34 @@ def _prepared(
         index_names=("src_indices", "dst_indices"),
         errors=None if device is None else tensors.errors_of[device],
     )
+    return _Ready(copy, *ends)
 
 
-def _check_rows(rows: Rows, ends: tuple[End, End]) -> None:
-    if rows.item <= 0 or rows.layers < 0 or rows.page <= 0 or rows.heads <= 0:
-        raise BoundsError(
-            f"item_size is {rows.item}, num_layers {rows.layers}, page_size {rows.page}, head_num {rows.heads}: "
-            f"must be positive"
-        )
-    if rows.item % rows.heads:
-        raise LayoutError(f"item_size is {rows.item}, must be a multiple of head_num, {rows.heads}")
-    for end in ends:
-        if end.layout in ("lf", "table"):
-            if end.dim and end.dim < rows.item:
-                raise LayoutError(f"the {end.name} stride is {end.dim} bytes, an item takes {rows.item}")
-        elif end.dim % rows.item or not 0 <= rows.first <= end.dim // rows.item - rows.layers:
-            raise BoundsError(
-                f"{end.name}_layout_dim is {end.dim}, must be a multiple of item_size, {rows.item}, that holds layers "
-                f"{rows.first} to {rows.first + rows.layers}"
-            )
-
-
-def _limit(end: End, rows: Rows) -> int:
-    """Tokens that an end holds."""
-    if end.layout == "table":
-        return NO_LIMIT
-    held = min([tensors.reach(t) for t in end.tensors])
-    if end.layout == "lf":
-        return (held - rows.item) // (end.dim or rows.item) + 1 if held >= rows.item else 0
-    return held // (end.dim * rows.page) * rows.page
-
-
-def _table_ends(end: End, rows: Rows) -> tuple[int, bool]:
-    """Distance from the table of K to that of V in entries, and whether the tables lie on the device."""
-    on_device = end.tensors[0].is_cuda
-    for t, plane in zip(end.tensors, "kv", strict=False):
-        if tensors.dtype_name(t) not in ("uint64", "int64"):
-            raise TypeError(f"the {end.name} {plane} table holds {tensors.dtype_name(t)}, must hold uint64")
-        if t.numel() < rows.layers:
-            raise BoundsError(f"the {end.name} {plane} table has {t.numel()} addresses, must have {rows.layers}")
-        if t.is_cuda != on_device or not t.is_contiguous():
-            raise PlacementError(f"the {end.name} tables of k and v must be dense and lie at one place")
-    if len(end.tensors) == 1:
-        return 0, on_device
-    if not on_device:
-        return rows.layers, False
-    return (end.tensors[1].data_ptr() - end.tensors[0].data_ptr()) // 8, True
+def _host_tables(end: End, rows: Rows) -> U64:
+    return np.concatenate([tensors.table_array(t)[: rows.layers] for t in end.tensors])
 
 
 def _operands(
-    end: End, rows: Rows, layer: int, index: IndexVector, state: DeviceState, stream: int, on_device: bool
-) -> Operands:
-    """An end as the kernel takes it; `layer` is the stride of layers."""
+    end: End, side: _Side, rows: Rows, index: IndexVector, state: DeviceState, stream: int
+) -> Operands | None:
+    """An end as the kernel takes it; None where pinned memory is no longer what it was."""
+    if side.table is not None:
+        bits = 0
+        for t in end.tensors:
+            bits |= tensors.device_table_bits(t, state, stream)
+        return Operands(_NONE, index, DeviceTable(side.table[0], side.table[1], bits))
     if end.layout == "table":
-        if on_device:
-            bits = 0
-            for t in end.tensors:
-                bits |= tensors.device_table_bits(t, state, stream)
-            first = end.tensors[0]
-            return Operands(_NONE, index, DeviceTable(first.data_ptr(), first.numel(), bits))
-        bases, _ = locate_all(_host_bases(end, rows, layer))
+        bases, _ = locate_all(_host_tables(end, rows))
         if not bases.all():
             raise PlacementError(f"{end.name}: an address in its table is pageable host memory")
         return Operands(bases, index)
-    offset = rows.first * layer
-    return Operands(np.array([tensors.mapped_address(end.name, t) + offset for t in end.tensors], np.uint64), index)
+    for address, mapped in side.pinned:
+        if tensors.mapped_address(end.name, address) != mapped:
+            return None
+    return Operands(side.mapped, index)
 
 
 _NONE: U64 = np.zeros(0, np.uint64)
-
-
-def _host_bases(end: End, rows: Rows, layer: int) -> U64:
-    if end.layout == "table":
-        return np.concatenate([tensors.table_array(t)[: rows.layers] for t in end.tensors])
-    return np.array([t.data_ptr() + rows.first * layer for t in end.tensors], np.uint64)
 
 
 def transfer(
@@ -238,9 +294,9 @@ def transfer(
             which = "Destination" if on_gpu else "Source"
             raise RuntimeError(f"{which} indices must be a CUDA tensor")
     names = tensors.dtype_name(src_indices), tensors.dtype_name(dst_indices)
-    for which, name in zip(("Source", "Destination"), names, strict=True):
-        if name not in dtypes:
-            raise RuntimeError(f"{which} indices must be of type long")
+    if names[0] not in dtypes or names[1] not in dtypes:
+        which = "Destination" if names[0] in dtypes else "Source"
+        raise RuntimeError(f"{which} indices must be of type long")
     count = src_indices.numel()
     if count != dst_indices.numel():
         raise RuntimeError("Source and destination indices must have the same length")
@@ -250,45 +306,39 @@ def transfer(
         raise BoundsError(
             f"block_quota is {quota}, num_warps_per_block {warps}: must be positive, and at most 32 warps"
         )
-    _check_rows(rows, (src, dst))
-    specs, at = [], []
-    planes = len(src.tensors)
-    for end in (src, dst):
-        plane, on_device = _table_ends(end, rows) if end.layout == "table" else (planes - 1, False)
-        if on_device and not on_gpu:
-            raise PlacementError(f"the {end.name} table lies on a GPU, the indices do not")
-        specs.append((end.layout, end.dim, _limit(end, rows), plane))
-        at.append(on_device)
-    if not count or not rows.layers:
-        return
-    device = int(src_indices.get_device()) if on_gpu else None
-    # The plan of one layer serves all: the first layer goes into the addresses.
-    kept = Rows(rows.item, rows.layers, 0, rows.page, rows.heads) if rows.first else rows
-    copy = _prepared(specs[0], specs[1], kept, planes, quota, warps * 32, device)
-    steps = copy.plan.src.layer, copy.plan.dst.layer
+    device = src_indices.get_device() if on_gpu else None
+    seen = [(end.layout, end.dim, tuple([_see(t) for t in end.tensors])) for end in (src, dst)]
+    key = seen[0], seen[1], rows, quota, warps * 32, device
     if device is None:
-        copy(
-            _host_bases(src, rows, steps[0]),
-            _host_bases(dst, rows, steps[1]),
-            count,
-            src_index=tensors.index_array(src_indices),
-            dst_index=tensors.index_array(dst_indices),
-        )
+        ready = _ready(*key)
+        if count and rows.layers:
+            bases = [
+                r.bases if len(r.bases) else _host_tables(e, rows) for e, r in ((src, ready.src), (dst, ready.dst))
+            ]
+            index = tensors.index_array(src_indices), tensors.index_array(dst_indices)
+            ready.copy(bases[0], bases[1], count, src_index=index[0], dst_index=index[1])
         return
     if dst_indices.get_device() != device:
         raise PlacementError(f"src_indices lie on device {device}, dst_indices on {dst_indices.get_device()}")
-    index = []
-    for t, name in zip((src_indices, dst_indices), names, strict=True):
-        t = t if t.is_contiguous() else t.contiguous()
-        index.append(IndexVector(None, t.data_ptr(), count, 4 if name == "int32" else 8, device, t))
     stream = tensors.current_stream(device)
     with DeviceScope(device):
+        ready = _ready(*key)
+        if not count or not rows.layers:
+            return
         state = device_state(device)
-        copy.launch(
-            _operands(src, rows, steps[0], index[0], state, stream, at[0]),
-            _operands(dst, rows, steps[1], index[1], state, stream, at[1]),
-            count,
-            stream,
-            link=True,
-            refs=(src, dst, index),
+        at = _on_device(src_indices, names[0], count, device), _on_device(dst_indices, names[1], count, device)
+        ends = (
+            _operands(src, ready.src, rows, at[0], state, stream),
+            _operands(dst, ready.dst, rows, at[1], state, stream),
         )
+        if ends[0] is not None and ends[1] is not None:
+            ready.copy.launch(ends[0], ends[1], count, stream, link=True, refs=(src, dst, at))
+            return
+    _ready.cache_clear()  # host memory was unpinned, or pinned elsewhere, since
+    transfer(src, dst, src_indices, dst_indices, rows, quota, warps, dtypes)
+
+
+def _on_device(index: Any, dtype: str, count: int, device: int) -> IndexVector:
+    if not index.is_contiguous():
+        index = index.contiguous()
+    return IndexVector(None, index.data_ptr(), count, 4 if dtype == "int32" else 8, device, index)

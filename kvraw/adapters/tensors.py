@@ -63,17 +63,14 @@ def reach(tensor: Any) -> int:
     return int(tensor.untyped_storage().nbytes()) - int(tensor.storage_offset()) * size
 
 
-def mapped_address(name: str, tensor: Any) -> int:
-    """Address at which the GPU sees a tensor; the device's context is current.
+def mapped_address(name: str, address: int) -> int:
+    """Address at which the GPU sees host memory; the device's context is current.
 
     Raises
     ------
     PlacementError
         It is pageable host memory.
     """
-    address = int(tensor.data_ptr())
-    if tensor.is_cuda:
-        return address
     try:
         return driver().host_device_address(address)
     except DriverError:

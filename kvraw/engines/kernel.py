@@ -138,13 +138,14 @@ class KernelPlan:
         """
         stream = operation.stream if stream is None else stream
         with self._lock:
-            kind = (_bases(src), _bases(dst), count, _kind(src), _kind(dst))
+            kinds = _kind(src), _kind(dst)
+            kind = (_bases(src), _bases(dst), kinds, count if 1 in kinds else 0)
             if kind != self._kind:
                 self._arrange(src, dst, count)
                 self._kind = kind
             status: StatusWord | None = None
             upload: Upload | None = None
-            if self.check and (kind[3] > 1 or kind[4] > 1):
+            if self.check and (kinds[0] > 1 or kinds[1] > 1):
                 status = state.take_status()
                 operation.report(functools.partial(self._report, status))
                 operation.then(functools.partial(state.give_status, status))
@@ -211,10 +212,11 @@ class KernelPlan:
                 long[ka.TABLE[k]], self._bits[k] = operands.table.address, operands.table.bits
 
     def _report(self, status: StatusWord) -> Exception | None:
-        where, value = int(status.values[0]), int(status.values[1].view(np.int64))
-        status.values[:] = 0
+        where = int(status.values[0])
         if not where:
             return None
+        value = int(status.values[1].view(np.int64))
+        status.values[:] = 0
         side = (self.plan.src_flat, self.plan.dst_flat)[where & 1]
         error = BoundsError(
             f"{self.names[where & 1]}[{(where >> 1) - 1}] is {value}, must be in [0, {side.limit}); "
