@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -176,8 +176,7 @@ def pointer_vector(name: str, values: Any) -> U64:
     return np.ascontiguousarray(array.astype(np.uint64))
 
 
-@dataclass(frozen=True, slots=True)
-class IndexVector:
+class IndexVector(NamedTuple):
     """Block ids or slots.
 
     Attributes
@@ -196,7 +195,7 @@ class IndexVector:
 
     host: I64 | None
     address: int
-    count: int
+    count: int  # type: ignore[assignment]  # not a tuple's search, here
     width: int = 8
     device: int | None = None
     owner: object = None

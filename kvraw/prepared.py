@@ -12,7 +12,7 @@ from kvraw import config
 from kvraw.arrays import ASK_DRIVER, U64, IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
 from kvraw.engines import copy_engine, cpu, reference
-from kvraw.engines.device_state import device_state
+from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.kernel import THREADS, KernelPlan
 from kvraw.engines.operands import Operands, check_host_index, check_table
 from kvraw.engines.planner import profile_for
@@ -167,17 +167,26 @@ class PreparedCopy:
                 ends = [Operands(b, i) for b, i in zip(bases, index, strict=True)]
                 return self._copy(ends[0], ends[1], first, count, handle, pageable, refs)
             ends = [Operands(s, i) for s, i in zip(seen, index, strict=True)]
-            return self.launch(ends[0], ends[1], count, handle, first=first, link=link, refs=refs)
+            return self.launch(
+                device_state(self.device), ends[0], ends[1], count, handle, first=first, link=link, refs=refs
+            )
 
     def launch(
-        self, src: Operands, dst: Operands, count: int, stream: int, *, first: int = 0, link: bool, refs: object = None
+        self,
+        state: DeviceState,
+        src: Operands,
+        dst: Operands,
+        count: int,
+        stream: int,
+        *,
+        first: int = 0,
+        link: bool,
+        refs: object = None,
     ) -> Copy:
         """Enqueue the kernel with operands that the caller has checked; the device's context is current.
 
         `link` says that host memory takes part.
         """
-        assert self.device is not None
-        state = device_state(self.device)
         captured = driver().stream_capturing(stream)
         operation = state.books.begin(stream, captured=captured)
         try:

@@ -98,11 +98,14 @@ class _Seen(NamedTuple):
     dense: bool
 
 
-def _see(tensor: Any) -> _Seen:
-    dense = tensor.is_contiguous()
-    count = tensor.numel()
+_Fields = tuple[int, int, Any, int, bool, bool]  # a plain tuple: made four times in every call
+
+
+def _see(tensor: Any) -> _Fields:
+    """The fields of `_Seen`."""
+    dense, count = tensor.is_contiguous(), tensor.numel()
     nbytes = count * tensor.element_size() if dense else tensors.reach(tensor)
-    return _Seen(tensor.data_ptr(), count, tensor.dtype, nbytes, tensor.is_cuda, dense)
+    return tensor.data_ptr(), count, tensor.dtype, nbytes, tensor.is_cuda, dense
 
 
 class _Side(NamedTuple):
@@ -174,7 +177,8 @@ def _check_tables(name: str, seen: tuple[_Seen, ...], rows: Rows, device: int | 
             raise PlacementError(f"the {name} table lies on a GPU, the indices do not")
 
 
-def _end(name: str, layout: str, dim: int, seen: tuple[_Seen, ...], rows: Rows, device: int | None) -> _Side:
+def _end(name: str, layout: str, dim: int, fields: tuple[_Fields, ...], rows: Rows, device: int | None) -> _Side:
+    seen = tuple(_Seen(*t) for t in fields)
     _check_rows(name, layout, dim, rows)
     steps = _STRIDES["lf" if layout == "table" else layout](rows.item, dim, rows.page, rows.heads)
     outer, inner, layer, head = steps
@@ -209,8 +213,8 @@ def _end(name: str, layout: str, dim: int, seen: tuple[_Seen, ...], rows: Rows, 
 
 @lru_cache(maxsize=2048)
 def _ready(
-    src: tuple[str, int, tuple[_Seen, ...]],
-    dst: tuple[str, int, tuple[_Seen, ...]],
+    src: tuple[str, int, tuple[_Fields, ...]],
+    dst: tuple[str, int, tuple[_Fields, ...]],
     rows: Rows,
     ctas: int,
     threads: int,
@@ -332,7 +336,7 @@ def transfer(
             _operands(dst, ready.dst, rows, at[1], state, stream),
         )
         if ends[0] is not None and ends[1] is not None:
-            ready.copy.launch(ends[0], ends[1], count, stream, link=True, refs=(src, dst, at))
+            ready.copy.launch(state, ends[0], ends[1], count, stream, link=True, refs=(src, dst, at))
             return
     _ready.cache_clear()  # host memory was unpinned, or pinned elsewhere, since
     transfer(src, dst, src_indices, dst_indices, rows, quota, warps, dtypes)

@@ -15,6 +15,7 @@ from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.errors import DriverError, PlacementError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import locate
 
 __all__ = [
     "current_stream",
@@ -74,6 +75,9 @@ def mapped_address(name: str, address: int) -> int:
     try:
         return driver().host_device_address(address)
     except DriverError:
+        where = locate(address, 1)
+        if where.device_address:
+            return where.device_address
         raise PlacementError(
             f"{name} at {address:#x} is pageable host memory; the kernel takes pinned, host-registered or device memory"
         ) from None

@@ -109,7 +109,7 @@ class KernelPlan:
         self._lock = threading.Lock()
         self._kind: tuple[object, ...] = ()
         self._arrangement = _Arrangement((-1, -1, -1, -1))
-        self._width = self._split = 0
+        self._width = self._segments = 0
         self._written: list[U64 | None] = [None, None]  # tables that stand in the words already
         self._bits: list[int] = [0, 0]
         ka.fill_plan(self._block.record, plan)
@@ -155,8 +155,9 @@ class KernelPlan:
             self._write((src, dst), first, count, upload)
             width = self.plan.width(*self._bits)
             if width != self._width:
-                self._split, self._width = ka.fill_width(self._block.record, self.plan, width), width
-            segments = count * self.plan.runs_per_item * self._split
+                split = ka.fill_width(self._block.record, self.plan, width)
+                self._width, self._segments = width, self.plan.runs_per_item * split
+            segments = count * self._segments
             long = self._long
             long[ka.SEGMENTS], long[ka.FIRST_ITEM] = segments, first
             long[ka.STATUS] = status.device_address if status else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from kvraw.plan import Side
 __all__ = ["DeviceTable", "Operands", "check_distinct", "check_host_index", "check_table"]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceTable:
+class DeviceTable(NamedTuple):
     """A table of base addresses that only the kernel reads, where it lies.
 
     Attributes
@@ -30,8 +29,7 @@ class DeviceTable:
     bits: int = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Operands:
+class Operands(NamedTuple):
     """Base addresses and index of one side, for one call.
 
     Attributes
@@ -45,7 +43,7 @@ class Operands:
     """
 
     bases: U64
-    index: IndexVector | None = None
+    index: IndexVector | None = None  # type: ignore[assignment]  # not a tuple's search, here
     table: DeviceTable | None = None
 
     @property

@@ -76,7 +76,8 @@ def locate_all(addresses: npt.NDArray[np.uint64], nbytes: int = 1) -> tuple[npt.
         if info is None:
             break
         host = info.kind == "host"
-        base, end = np.uint64(min(info.base, first)), np.uint64(max(info.base + info.size, first + 1))
+        known = info.base <= first < info.base + info.size
+        base, end = (np.uint64(x) for x in ((info.base, info.base + info.size) if known else (first, first + 1)))
         at = addresses[left]
         inside = (at >= base) & (at < end)
         over = np.flatnonzero(inside & (at + np.uint64(nbytes) > end)) if host else ()
