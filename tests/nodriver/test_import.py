@@ -38,9 +38,10 @@ def import_times(code: str) -> dict[str, int]:
     [
         ("import kvraw", (*HEAVY, "numpy")),
         ("import kvraw.transfer", HEAVY),
+        ("import kvraw.adapters.sglang, kvraw.adapters.vllm", HEAVY),
         (EVERY_NAME, HEAVY),
     ],
-    ids=["kvraw", "transfer", "every name"],
+    ids=["kvraw", "transfer", "adapters", "every name"],
 )
 def test_heavy_modules_stay_out(code: str, absent: tuple[str, ...]) -> None:
     loaded = set(run(f"{code}\n{LOADED}").stdout.split())
