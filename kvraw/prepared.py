@@ -165,7 +165,8 @@ class PreparedCopy:
             engine = self._choose(link, host_ids, driver().stream_capturing(handle), count)
             if engine == "copy":
                 ends = [Operands(b, i) for b, i in zip(bases, index, strict=True)]
-                return self._copy(ends[0], ends[1], first, count, handle, pageable, refs)
+                state = device_state(self.device)
+                return self.batch(state, ends[0], ends[1], count, handle, first=first, pageable=pageable, refs=refs)
             ends = [Operands(s, i) for s, i in zip(seen, index, strict=True)]
             return self.launch(
                 device_state(self.device), ends[0], ends[1], count, handle, first=first, link=link, refs=refs
@@ -201,12 +202,23 @@ class PreparedCopy:
             state.books.lost.append(completion)  # nobody holds it, and nothing tells when the graph is gone
         return Copy(completion, "kernel", self.device)
 
-    def _copy(
-        self, src: Operands, dst: Operands, first: int, count: int, stream: int, pageable: bool, refs: object
+    def batch(
+        self,
+        state: DeviceState,
+        src: Operands,
+        dst: Operands,
+        count: int,
+        stream: int,
+        *,
+        first: int = 0,
+        pageable: bool,
+        refs: object = None,
     ) -> Copy:
-        """Enqueue the copy engine's descriptors."""
-        assert self.device is not None
-        state, capturing = device_state(self.device), driver().stream_capturing(stream)
+        """Enqueue the copy engine's descriptors, with operands that the caller has checked, indices on the host.
+
+        The device's context is current. `pageable` says that pageable memory takes part.
+        """
+        capturing = driver().stream_capturing(stream)
         # The batch call refuses the legacy default stream: a stream of ours takes the copies in its place in the order.
         aside = stream in copy_engine.LEGACY and not capturing and not pageable
         own = state.side_stream("copy").handle if aside else stream

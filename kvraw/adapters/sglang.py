@@ -2,8 +2,9 @@
 
 Indices are token slots, sizes are bytes. The kernel operations run on torch's current stream of the device that the
 indices lie on, on at most `block_quota` thread blocks (None: ``SGLANG_HICACHE_BLOCK_QUOTA``, else 2) of
-`num_warps_per_block` warps; the direct ones go to the copy engine. Where nothing lies on a GPU, the CPU engine carries them out before they return. Indices on the GPU are checked
-by the kernel: a bad one is left out, logged, and raised by a later operation on that device.
+`num_warps_per_block` warps; the direct ones go to the copy engine. Where nothing lies on a GPU, the CPU engine carries
+them out before they return. Indices on the GPU are checked by the kernel: a bad one is left out, logged, and raised by
+a later operation on that device.
 """
 
 from __future__ import annotations

@@ -11,9 +11,13 @@ import numpy as np
 
 from kvraw.adapters import tensors
 from kvraw.arrays import I64, IndexVector
+from kvraw.engines.device_state import device_state
+from kvraw.engines.operands import Operands
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.memory import locate_all
 
 __all__ = ["copy_pages", "copy_tokens", "device_of", "page_indices"]
 
@@ -40,6 +44,17 @@ def _rows(name: str, tensor: Any, axes: int) -> _Rows:
             raise LayoutError(f"{name} has shape {shape}, strides {strides}: gaps inside a token's bytes")
         row *= int(n)
     return _Rows(tuple(int(s) * size for s in strides[:axes]), tuple(int(n) for n in shape[:axes]), row)
+
+
+def _all_rows(name: str, group: Sequence[Any], axes: int) -> list[_Rows]:
+    """`_rows` of many tensors, most of which are alike."""
+    out: list[_Rows] = []
+    last = None
+    for k, t in enumerate(group):
+        alike = last is not None and t.shape == last.shape and t.stride() == last.stride() and t.dtype == last.dtype
+        out.append(out[-1] if alike else _rows(f"{name}[{k}]", t, axes))
+        last = t
+    return out
 
 
 def device_of(*groups: Sequence[Any]) -> int | None:
@@ -72,10 +87,26 @@ def _prepared(
     return PreparedCopy(plan, device=device, engine="auto" if device is None else "copy", index_names=NAMES)
 
 
-def _run(copy: PreparedCopy, src: list[int], dst: list[int], index: tuple[I64, I64], refs: object) -> None:
-    stream = None if copy.device is None else tensors.current_stream(copy.device)
+def _run(
+    copy: PreparedCopy,
+    src: tuple[Sequence[Any], list[int]],
+    dst: tuple[Sequence[Any], list[int]],
+    index: tuple[I64, I64],
+    refs: object,
+) -> None:
+    """Copy with indices that were checked; each side is its tensors, and where the copy finds their bytes."""
     ids = [IndexVector(i, 0, len(i)) for i in index]
-    copy(src, dst, len(index[0]), src_index=ids[0], dst_index=ids[1], stream=stream, refs=refs)
+    bases = [np.array(side[1], np.uint64) for side in (src, dst)]
+    device = copy.device
+    if device is None:
+        copy(bases[0], bases[1], len(index[0]), src_index=ids[0], dst_index=ids[1])
+        return
+    stream = tensors.current_stream(device)
+    on_host = [at for group, addresses in (src, dst) for t, at in zip(group, addresses, strict=True) if not t.is_cuda]
+    with DeviceScope(device):
+        pageable = bool(on_host) and not locate_all(np.array(on_host, np.uint64))[0].all()
+        ends = [Operands(b, i) for b, i in zip(bases, ids, strict=True)]
+        copy.batch(device_state(device), ends[0], ends[1], len(index[0]), stream, pageable=pageable, refs=refs)
 
 
 def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) -> None:
@@ -84,14 +115,12 @@ def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) 
         return
     device = device_of(src, dst)
     groups: dict[tuple[int, int, int], list[int]] = {}
-    views = []
-    for k, (a, b) in enumerate(zip(src, dst, strict=True)):
-        x, y = _rows(f"src_layers[{k}]", a, 1), _rows(f"dst_layers[{k}]", b, 1)
+    views = list(zip(_all_rows("src_layers", src, 1), _all_rows("dst_layers", dst, 1), strict=True))
+    for k, (a, b, (x, y)) in enumerate(zip(src, dst, views, strict=True)):
         if x.row != y.row or tensors.dtype_name(a) != tensors.dtype_name(b):
             raise LayoutError(
                 f"a token of src_layers[{k}] has {x.row} bytes, of dst_layers[{k}] {y.row}, or types differ"
             )
-        views.append((x, y))
         if x.row:
             groups.setdefault((x.row, x.steps[0], y.steps[0]), []).append(k)
     # All is checked before anything moves.
@@ -105,7 +134,8 @@ def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) 
         count = len(members)
         sides = (Side(outer=s, table_layer=1, entries=count) for s in (step, to))
         copy = _prepared(*sides, count, 1, 1, row, device)
-        _run(copy, [src[k].data_ptr() for k in members], [dst[k].data_ptr() for k in members], index, (src, dst))
+        ends = [([side[k] for k in members], [side[k].data_ptr() for k in members]) for side in (src, dst)]
+        _run(copy, ends[0], ends[1], index, (src, dst))
 
 
 def _first_of_pages(name: str, values: I64, page_size: int, aligned: bool) -> I64:
@@ -146,7 +176,7 @@ def copy_pages(
     parts: dict[tuple[_Rows, int], list[int]] = {}
     for plane, buffer in enumerate(paged):
         p = _rows(f"{names[0][0]}[{plane}]", buffer, 3)
-        rows = {_rows(f"{names[0][1]}", t, 1) for t in layered[plane * layers : (plane + 1) * layers]}
+        rows = set(_all_rows(names[0][1], layered[plane * layers : (plane + 1) * layers], 1))
         steps, held = {r.steps for r in rows}, min(r.sizes[0] for r in rows)
         if len(steps) != 1 or {r.row for r in rows} != {p.row}:
             raise LayoutError(f"tokens of {names[0][1]} must have one stride, and {p.row} bytes as in {names[0][0]}")
@@ -165,9 +195,11 @@ def copy_pages(
     for (p, step), planes in parts.items():
         per_page = Side(outer=p.steps[0], layer=p.steps[1], token=p.steps[2], table_plane=1, entries=len(planes))
         per_layer = Side(outer=step, token=step, table_layer=1, table_plane=layers, entries=layers * len(planes))
-        bases = [paged[k].data_ptr() + first_layer * p.steps[1] for k in planes]
-        others = [t.data_ptr() for k in planes for t in layered[k * layers : (k + 1) * layers]]
-        ends = [(per_page, bases, pages), (per_layer, others, tokens)]
-        (src, from_, reads), (dst, into, writes) = ends[::-1] if to_pages else ends
+        buffers = [paged[k] for k in planes]
+        others = [t for k in planes for t in layered[k * layers : (k + 1) * layers]]
+        from_pages = buffers, [t.data_ptr() + first_layer * p.steps[1] for t in buffers]
+        from_layers = others, [t.data_ptr() for t in others]
+        ends = [(per_page, from_pages, pages), (per_layer, from_layers, tokens)]
+        (src, reads, source), (dst, writes, target) = ends[::-1] if to_pages else ends
         copy = _prepared(src, dst, layers, len(planes), page_size, p.row, device)
-        _run(copy, from_, into, (reads, writes), (paged, layered))
+        _run(copy, reads, writes, (source, target), (paged, layered))

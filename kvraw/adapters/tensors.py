@@ -88,12 +88,14 @@ def host_values(tensor: Any) -> I64:
     if not tensor.is_cuda:
         return index_array(tensor)
     count, device = int(tensor.numel()), int(tensor.get_device())
+    if not count:
+        return np.zeros(0, np.int64)
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     stream = current_stream(device)
     with DeviceScope(device):
         state = device_state(device)
-        upload = state.take_upload(max(count, 1))
+        upload = state.take_upload(count)
         upload.fetch(int(tensor.data_ptr()), count * 8, stream)
         driver().stream_synchronize(stream)
         values: I64 = upload.words[:count].copy().view(np.int64)

@@ -16,7 +16,7 @@ BLOCKS = 20
 
 @pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def w(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    tensors.errors_of.clear()
+    tensors.errors_of[0].clear()
     if request.param == "cpu":
         yield TorchLike(None)
         return

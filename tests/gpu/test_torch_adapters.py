@@ -17,7 +17,7 @@ LAYERS, TOKENS, ROW = 4, 256, 192
 def cuda(gpu: int) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is a GPU, but torch is built without CUDA")
-    tensors.errors_of.clear()
+    tensors.errors_of[gpu].clear()
     torch.cuda.set_device(gpu)
 
 
