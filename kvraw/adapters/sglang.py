@@ -311,7 +311,8 @@ def transfer_kv_direct(
     """Tokens of each tensor of a list to the tensor beside it, neighbours in one piece; any memory, any indices."""
     if len(src_layers) != len(dst_layers):
         raise RuntimeError("Source and destination layers must have the same number of layers")
-    direct.copy_tokens(src_layers, dst_layers, direct.page_indices(src_indices, dst_indices, page_size))
+    index = direct.page_indices(src_indices, dst_indices, page_size)
+    direct.copy_tokens(src_layers, dst_layers, index, page_size)
 
 
 def transfer_kv_per_layer_direct_pf_lf(

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.arrays import I64, IndexVector
+from kvraw.arrays import I64, U64, IndexVector
 from kvraw.engines.device_state import device_state
 from kvraw.engines.operands import Operands
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.memory import locate_all
 
 __all__ = ["copy_pages", "copy_tokens", "device_of", "page_indices"]
 
 NAMES = ("src_indices", "dst_indices")
+Bases = list[tuple[int, bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,69 +87,166 @@ def _prepared(
     return PreparedCopy(plan, device=device, engine="auto" if device is None else "copy", index_names=NAMES)
 
 
-def _run(
-    copy: PreparedCopy,
-    src: tuple[Sequence[Any], list[int]],
-    dst: tuple[Sequence[Any], list[int]],
-    index: tuple[I64, I64],
-    refs: object,
-) -> None:
-    """Copy with indices that were checked; each side is its tensors, and where the copy finds their bytes."""
-    ids = [IndexVector(i, 0, len(i)) for i in index]
-    bases = [np.array(side[1], np.uint64) for side in (src, dst)]
-    device = copy.device
+class _Part(NamedTuple):
+    """A copy made ready for tensors at their places, and the addresses of it that are host memory."""
+
+    copy: PreparedCopy
+    src: U64
+    dst: U64
+    on_host: list[int]
+
+
+def _part(copy: PreparedCopy, src: Bases, dst: Bases) -> _Part:
+    """Of each side: addresses, and whether each is on a GPU."""
+    on_host = [a for side in (src, dst) for a, is_cuda in side if not is_cuda]
+    bases = [np.array([a for a, _ in side], np.uint64) for side in (src, dst)]
+    return _Part(copy, bases[0], bases[1], on_host)
+
+
+def _run(part: _Part, src_index: I64, dst_index: I64, refs: object) -> None:
+    """Copy with indices that were checked."""
+    copy, count, device = part.copy, len(src_index), part.copy.device
+    at, to = IndexVector(src_index, 0, count), IndexVector(dst_index, 0, count)
     if device is None:
-        copy(bases[0], bases[1], len(index[0]), src_index=ids[0], dst_index=ids[1])
+        copy(part.src, part.dst, count, src_index=at, dst_index=to)
         return
     stream = tensors.current_stream(device)
-    on_host = [at for group, addresses in (src, dst) for t, at in zip(group, addresses, strict=True) if not t.is_cuda]
     with DeviceScope(device):
-        pageable = bool(on_host) and not locate_all(np.array(on_host, np.uint64))[0].all()
-        ends = [Operands(b, i) for b, i in zip(bases, ids, strict=True)]
-        copy.batch(device_state(device), ends[0], ends[1], len(index[0]), stream, pageable=pageable, refs=refs)
+        pageable = not tensors.all_pinned(part.on_host)
+        ends = Operands(part.src, at), Operands(part.dst, to)
+        copy.batch(device_state(device), ends[0], ends[1], count, stream, pageable=pageable, refs=refs)
 
 
-def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) -> None:
+def _bounded(name: str, values: I64, most: int, step: int = 1) -> None:
+    # As unsigned numbers, negative ones are above every limit: one pass tells for both ends.
+    if int(np.maximum.reduce(values.view(np.uint64))) < most:
+        return
+    at = int(np.argmax((values < 0) | (values >= most)))
+    what = "" if step == 1 else f", with the {step} tokens of a page"
+    raise BoundsError(f"{name}[{at * step}] is {values[at]}{what}, must be in [0, {most})")
+
+
+def _ascends(values: I64, page_size: int) -> np.ndarray[Any, Any]:
+    """Which pages of indices ascend by one."""
+    pages = values.reshape(-1, page_size)
+    ascends: np.ndarray[Any, Any] = (pages[:, 1:] - pages[:, :-1] == 1).all(1)
+    return ascends
+
+
+def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64], page_size: int) -> None:
     """Copy rows along the first axis, of each pair of tensors; pairs of one geometry go together."""
     if not len(index[0]) or not src:
         return
     device = device_of(src, dst)
     groups: dict[tuple[int, int, int], list[int]] = {}
-    views = list(zip(_all_rows("src_layers", src, 1), _all_rows("dst_layers", dst, 1), strict=True))
-    for k, (a, b, (x, y)) in enumerate(zip(src, dst, views, strict=True)):
-        if x.row != y.row or tensors.dtype_name(a) != tensors.dtype_name(b):
+    views = _all_rows("src_layers", src, 1), _all_rows("dst_layers", dst, 1)
+    for k, (a, b, x, y) in enumerate(zip(src, dst, *views, strict=True)):
+        if x.row != y.row or a.dtype != b.dtype:
             raise LayoutError(
                 f"a token of src_layers[{k}] has {x.row} bytes, of dst_layers[{k}] {y.row}, or types differ"
             )
         if x.row:
             groups.setdefault((x.row, x.steps[0], y.steps[0]), []).append(k)
-    # All is checked before anything moves.
-    for which, name, values in ((0, NAMES[0], index[0]), (1, NAMES[1], index[1])):
-        held = min(v[which].sizes[0] for v in views)
-        bad = (values < 0) | (values >= held)
-        if bad.any():
-            at = int(np.argmax(bad))
-            raise BoundsError(f"{name}[{at}] is {values[at]}, must be in [0, {held})")
+    for name, values, rows in zip(NAMES, index, views, strict=True):  # all is checked before anything moves
+        _bounded(name, values, min(v.sizes[0] for v in rows))
+    tokens = 1
+    if page_size > 1 and _ascends(index[0], page_size).all() and _ascends(index[1], page_size).all():
+        # Whole pages: one item each, not one per token.
+        tokens = page_size
+        index = np.ascontiguousarray(index[0][::page_size]), np.ascontiguousarray(index[1][::page_size])
     for (row, step, to), members in groups.items():
         count = len(members)
-        sides = (Side(outer=s, table_layer=1, entries=count) for s in (step, to))
-        copy = _prepared(*sides, count, 1, 1, row, device)
-        ends = [([side[k] for k in members], [side[k].data_ptr() for k in members]) for side in (src, dst)]
-        _run(copy, ends[0], ends[1], index, (src, dst))
+        sides = [Side(outer=s, token=s, table_layer=1, entries=count) for s in (step, to)]
+        copy = _prepared(sides[0], sides[1], count, 1, tokens, row, device)
+        bases = [[(side[k].data_ptr(), side[k].is_cuda) for k in members] for side in (src, dst)]
+        _run(_part(copy, *bases), *index, (src, dst))
 
 
 def _first_of_pages(name: str, values: I64, page_size: int, aligned: bool) -> I64:
     """First index of each page, once its pages are known to be pages."""
-    pages = values.reshape(-1, page_size)
-    first = pages[:, 0]
-    wrong = (pages != first[:, None] + np.arange(page_size)).any(1)
+    right = _ascends(values, page_size)
+    first = np.ascontiguousarray(values[::page_size])
     if aligned:
-        wrong |= first % page_size != 0
-    if wrong.any():
-        at = int(np.argmax(wrong)) * page_size
+        right &= first % page_size == 0
+    if not right.all():
+        at = int(np.argmin(right)) * page_size
         rule = f"start at a multiple of {page_size} and ascend by 1" if aligned else "ascend by 1"
         raise BoundsError(f"{name}[{at}:{at + page_size}] is {values[at : at + page_size]}, a page; must {rule}")
-    return np.ascontiguousarray(first)
+    return first
+
+
+class _Pages(NamedTuple):
+    """What a call of `copy_pages` does that its indices do not change: parts, pages and first tokens allowed."""
+
+    parts: list[_Part]
+    pages: int
+    tokens: int
+
+
+_Seen = tuple[int, Any, Any, Any, int, bool]
+
+
+class _Tensor:
+    """A tensor again, from what was seen of it."""
+
+    def __init__(self, seen: _Seen) -> None:
+        self.address, self.shape, self._strides, self.dtype, self._size, self.is_cuda = seen
+
+    def stride(self) -> Any:
+        """Elements from step to step, by axis."""
+        return self._strides
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self._size
+
+
+def _see(group: Sequence[Any]) -> tuple[_Seen, ...]:
+    return tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype, t.element_size(), t.is_cuda) for t in group])
+
+
+@lru_cache(maxsize=512)
+def _pages(
+    paged_seen: tuple[_Seen, ...],
+    layered_seen: tuple[_Seen, ...],
+    names: tuple[str, str],
+    first_layer: int,
+    page_size: int,
+    to_pages: bool,
+    device: int | None,
+) -> _Pages:
+    paged, layered = [_Tensor(s) for s in paged_seen], [_Tensor(s) for s in layered_seen]
+    if len(paged) not in (1, 2) or len(layered) % len(paged):
+        raise LayoutError(
+            f"{names[0]} has {len(paged)} buffers, must have 1 or 2; {names[1]} has {len(layered)}, a multiple"
+        )
+    layers = len(layered) // len(paged)
+    groups: dict[tuple[_Rows, int], list[int]] = {}
+    most_pages, most_tokens = [], []
+    for plane, buffer in enumerate(paged if layers else ()):
+        p = _rows(f"{names[0]}[{plane}]", buffer, 3)
+        rows = set(_all_rows(names[1], layered[plane * layers : (plane + 1) * layers], 1))
+        steps = {r.steps for r in rows}
+        if len(steps) != 1 or {r.row for r in rows} != {p.row}:
+            raise LayoutError(f"tokens of {names[1]} must have one stride, and {p.row} bytes as in {names[0]}")
+        if p.sizes[2] != page_size or not 0 <= first_layer <= p.sizes[1] - layers:
+            raise BoundsError(
+                f"{names[0]}[{plane}] has pages of {p.sizes[1]} layers and {p.sizes[2]} tokens; must hold layers "
+                f"{first_layer} to {first_layer + layers}, and page_size, {page_size}, tokens"
+            )
+        most_pages.append(p.sizes[0])
+        most_tokens.append(max(min(r.sizes[0] for r in rows) - page_size + 1, 0))
+        groups.setdefault((p, steps.pop()[0]), []).append(plane)
+    parts = []
+    for (p, step), planes in groups.items():
+        per_page = Side(outer=p.steps[0], layer=p.steps[1], token=p.steps[2], table_plane=1, entries=len(planes))
+        per_layer = Side(outer=step, token=step, table_layer=1, table_plane=layers, entries=layers * len(planes))
+        pages = [(paged[k].address + first_layer * p.steps[1], paged[k].is_cuda) for k in planes]
+        tokens = [(t.address, t.is_cuda) for k in planes for t in layered[k * layers : (k + 1) * layers]]
+        ends = [(per_page, pages), (per_layer, tokens)]
+        (src, reads), (dst, writes) = ends[::-1] if to_pages else ends
+        parts.append(_part(_prepared(src, dst, layers, len(planes), page_size, p.row, device), reads, writes))
+    return _Pages(parts, min(most_pages, default=0), min(most_tokens, default=0))
 
 
 def copy_pages(
@@ -162,44 +259,15 @@ def copy_pages(
     to_pages: bool,
 ) -> None:
     """Copy pages between page-major buffers [page, layer, token, ...] and per-layer buffers [token, ...]."""
-    names = (("dst_ptrs", "src_ptrs"), (NAMES[1], NAMES[0])) if to_pages else (("src_ptrs", "dst_ptrs"), NAMES)
-    if len(paged) not in (1, 2) or len(layered) % max(len(paged), 1):
-        raise LayoutError(
-            f"{names[0][0]} has {len(paged)} buffers, must have 1 or 2; {names[0][1]} has {len(layered)}, a multiple"
-        )
-    layers = len(layered) // len(paged)
-    pages = _first_of_pages(names[1][0], paged_indices, page_size, aligned=True) // page_size
-    tokens = _first_of_pages(names[1][1], layered_indices, page_size, aligned=False)
-    if not len(pages) or not layers:
-        return
+    names, index_names = (("dst_ptrs", "src_ptrs"), NAMES[::-1]) if to_pages else (("src_ptrs", "dst_ptrs"), NAMES)
     device = device_of(paged, layered)
-    parts: dict[tuple[_Rows, int], list[int]] = {}
-    for plane, buffer in enumerate(paged):
-        p = _rows(f"{names[0][0]}[{plane}]", buffer, 3)
-        rows = set(_all_rows(names[0][1], layered[plane * layers : (plane + 1) * layers], 1))
-        steps, held = {r.steps for r in rows}, min(r.sizes[0] for r in rows)
-        if len(steps) != 1 or {r.row for r in rows} != {p.row}:
-            raise LayoutError(f"tokens of {names[0][1]} must have one stride, and {p.row} bytes as in {names[0][0]}")
-        if p.sizes[2] != page_size or not 0 <= first_layer <= p.sizes[1] - layers:
-            raise BoundsError(
-                f"{names[0][0]}[{plane}] has pages of {p.sizes[1]} layers and {p.sizes[2]} tokens; must hold layers "
-                f"{first_layer} to {first_layer + layers}, and page_size, {page_size}, tokens"
-            )
-        for name, values, most in ((names[1][0], pages, p.sizes[0]), (names[1][1], tokens, held - page_size + 1)):
-            bad = (values < 0) | (values >= most)
-            if bad.any():
-                at = int(np.argmax(bad))
-                unit = f"page {values[at]}, must be below {most}" if most == p.sizes[0] else f"{values[at]} + a page"
-                raise BoundsError(f"{name}[{at * page_size}] lies outside its buffer: {unit}")
-        parts.setdefault((p, steps.pop()[0]), []).append(plane)
-    for (p, step), planes in parts.items():
-        per_page = Side(outer=p.steps[0], layer=p.steps[1], token=p.steps[2], table_plane=1, entries=len(planes))
-        per_layer = Side(outer=step, token=step, table_layer=1, table_plane=layers, entries=layers * len(planes))
-        buffers = [paged[k] for k in planes]
-        others = [t for k in planes for t in layered[k * layers : (k + 1) * layers]]
-        from_pages = buffers, [t.data_ptr() + first_layer * p.steps[1] for t in buffers]
-        from_layers = others, [t.data_ptr() for t in others]
-        ends = [(per_page, from_pages, pages), (per_layer, from_layers, tokens)]
-        (src, reads, source), (dst, writes, target) = ends[::-1] if to_pages else ends
-        copy = _prepared(src, dst, layers, len(planes), page_size, p.row, device)
-        _run(copy, reads, writes, (source, target), (paged, layered))
+    ready = _pages(_see(paged), _see(layered), names, first_layer, page_size, to_pages, device)
+    if not len(paged_indices) or not ready.parts:
+        return
+    pages = _first_of_pages(index_names[0], paged_indices, page_size, aligned=True)
+    tokens = _first_of_pages(index_names[1], layered_indices, page_size, aligned=False)
+    _bounded(index_names[0], pages, ready.pages * page_size, page_size)
+    _bounded(index_names[1], tokens, ready.tokens, page_size)
+    pages //= page_size
+    for part in ready.parts:
+        _run(part, *((tokens, pages) if to_pages else (pages, tokens)), (paged, layered))

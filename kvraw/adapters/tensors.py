@@ -15,9 +15,10 @@ from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.errors import DriverError, PlacementError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import locate
+from kvraw.runtime.memory import locate, locate_all
 
 __all__ = [
+    "all_pinned",
     "current_stream",
     "device_table_bits",
     "dtype_name",
@@ -81,6 +82,18 @@ def mapped_address(name: str, address: int) -> int:
         raise PlacementError(
             f"{name} at {address:#x} is pageable host memory; the kernel takes pinned, host-registered or device memory"
         ) from None
+
+
+def all_pinned(addresses: list[int]) -> bool:
+    """Whether host memory at these addresses is pinned; the device's context is current."""
+    if len(addresses) > 4:  # mostly of few allocations
+        return bool(locate_all(np.array(addresses, np.uint64))[0].all())
+    try:
+        for address in addresses:
+            mapped_address("", address)
+    except PlacementError:
+        return False
+    return True
 
 
 def host_values(tensor: Any) -> I64:
