@@ -268,6 +268,6 @@ def copy_pages(
     tokens = _first_of_pages(index_names[1], layered_indices, page_size, aligned=False)
     _bounded(index_names[0], pages, ready.pages * page_size, page_size)
     _bounded(index_names[1], tokens, ready.tokens, page_size)
-    pages //= page_size
+    pages = pages // page_size  # never in place: the indices may be the caller's own memory
     for part in ready.parts:
         _run(part, *((tokens, pages) if to_pages else (pages, tokens)), (paged, layered))

@@ -59,6 +59,8 @@ def test_direct_operations() -> None:
     tokens, pages = torch.arange(PAGE) + 11, torch.arange(PAGE) + 2 * PAGE
     sglang.transfer_kv_all_layer_direct_lf_pf(list(k), [paged], tokens, pages, PAGE)
     assert torch.equal(paged[2], k[:, tokens])
+    assert torch.equal(tokens, torch.arange(PAGE) + 11)  # one page: a view of the caller's indices is all there is
+    assert torch.equal(pages, torch.arange(PAGE) + 2 * PAGE)
     sglang.transfer_kv_per_layer_direct_pf_lf([paged], [k[0]], pages, tokens + 20, 1, PAGE)
     assert torch.equal(k[0, tokens + 20], paged[2, 1])
     other = torch.zeros_like(k)
