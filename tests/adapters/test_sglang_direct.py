@@ -59,15 +59,17 @@ def ids(w: TorchLike, values: list[int], on_device: bool) -> Tensor:
 
 @pytest.mark.parametrize("where", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens(w: TorchLike, way: str, where: tuple[bool, bool]) -> None:
-    """Runs that ascend on both sides, on one, and on none; K and V of different item sizes."""
+@pytest.mark.parametrize("whole", [False, True])
+def test_tokens(w: TorchLike, way: str, where: tuple[bool, bool], whole: bool) -> None:
+    """Runs that ascend on both sides, on one, and on none, or whole pages; K and V of different item sizes."""
     src_kind, dst_kind = kinds_of(w, way)
     shapes = [(TOKENS, 2, 5)] * LAYERS + [(TOKENS, 3, 8)] * LAYERS
     a = [bytes_of(*s, seed=k) for k, s in enumerate(shapes)]
     b = [bytes_of(*s, seed=k + 50) for k, s in enumerate(shapes)]
     src, dst = [w.put(src_kind, x) for x in a], [w.put(dst_kind, x) for x in b]
     reads, writes = tokens_of([2, 3, 0, 5]), tokens_of([1, 2, 4, 0])
-    reads[9], reads[10] = reads[10], reads[9]
+    if not whole:
+        reads[9], reads[10] = reads[10], reads[9]
     sglang.transfer_kv_direct(src, dst, ids(w, reads, where[0]), ids(w, writes, where[1]), PAGE)
     for x, y in zip(a, b, strict=True):
         y[writes] = x[reads]
