@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -210,9 +210,8 @@ def pointer_vector(name: str, values: Any) -> U64:
     return np.ascontiguousarray(array.astype(np.uint64))
 
 
-@dataclass(slots=True)
-class IndexVector:
-    """Block ids or slots; not changed once made (frozen would cost a microsecond per call).
+class IndexVector(NamedTuple):
+    """Block ids or slots.
 
     Attributes
     ----------
@@ -230,7 +229,7 @@ class IndexVector:
 
     host: I64 | None
     address: int
-    count: int
+    count: int  # type: ignore[assignment]  # not a tuple's search, here
     width: int = 8
     device: int | None = None
     owner: object = None

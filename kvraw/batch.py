@@ -35,7 +35,14 @@ class BatchCopy:
 
 
 def memcpy_batch(
-    dst: Any, src: Any, sizes: Any, *, stream: Any = None, device: int | None = None, refs: tuple[object, ...] = ()
+    dst: Any,
+    src: Any,
+    sizes: Any,
+    *,
+    stream: Any = None,
+    device: int | None = None,
+    pageable: bool = False,
+    refs: tuple[object, ...] = (),
 ) -> BatchCopy:
     """Copy `sizes[i]` bytes from `src[i]` to `dst[i]`, for every i.
 
@@ -48,6 +55,8 @@ def memcpy_batch(
         memory, and the call returns when the copies are done.
     device : int, optional
         The stream's device; default: the current context's.
+    pageable : bool
+        Some of the memory is neither on a GPU nor pinned: copies go one by one, and the call may wait for them.
     refs : tuple
         Kept alive until the copies are over. The three vectors need not be.
 
@@ -90,7 +99,7 @@ def memcpy_batch(
     with DeviceScope(device):
         operation = device_state(device).books.begin(handle)
         try:
-            copy_engine.enqueue(copy_engine.Descriptors(to, at, n), handle)
+            copy_engine.enqueue(copy_engine.Descriptors(to, at, n), handle, pageable=pageable)
         except BaseException:
             operation.enqueued.append(handle)
             operation.abort()

@@ -119,13 +119,14 @@ class ChunkRow:
         for at, chunk in enumerate(self.owners):
             if at not in foreign:
                 addresses[at] = chunk.address + chunk.pool.device_shift
-        found = locate_all([int(addresses[at]) for at in foreign], self.nbytes)
-        for at, where in zip(foreign, found, strict=True):
-            if not where.device_address:
-                raise PlacementError(
-                    f"chunks[{at}] at {int(addresses[at]):#x} is pageable host memory; the kernel engine takes pinned, "
-                    f"host-registered or device memory (a HostPool gives pinned chunks)"
-                )
-            addresses[at], link = where.device_address, link or where.device is None
-            self.edges += where.edges
-        return addresses, link
+        rest = np.array(list(foreign), np.int64)
+        found = locate_all(addresses[rest], self.nbytes)
+        if found.pageable:
+            at = int(rest[np.argmin(found.seen != 0)])
+            raise PlacementError(
+                f"chunks[{at}] at {int(addresses[at]):#x} is pageable host memory; the kernel engine takes pinned, "
+                f"host-registered or device memory (a HostPool gives pinned chunks)"
+            )
+        addresses[rest] = found.seen
+        self.edges += found.edges
+        return addresses, link or found.link

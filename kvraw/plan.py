@@ -108,7 +108,7 @@ def _fold(dims: list[Dim], run: int) -> tuple[tuple[Dim, ...], int]:
             if changed:
                 break
     # Innermost is the dimension that advances least, on the side where it advances more: neighbours stay together.
-    dims.sort(key=lambda d: (d.src_table + d.dst_table > 0, max(d.src, d.dst)))
+    dims.sort(key=lambda d: (d.src_table != 0 or d.dst_table != 0, max(d.src, d.dst)))
     return tuple(dims), run
 
 

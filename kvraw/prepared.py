@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvraw import config
-from kvraw.arrays import ASK_DRIVER, U64, IndexVector, index_vector, pointer_vector
+from kvraw.arrays import ASK_DRIVER, IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
 from kvraw.engines import copy_engine, cpu, reference
 from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.kernel import KernelPlan
-from kvraw.engines.operands import Operands, check_entries, check_host_index
+from kvraw.engines.kernel import THREADS, KernelPlan
+from kvraw.engines.operands import DeviceTable, Operands, check_entries, check_host_index
 from kvraw.engines.planner import profile_for
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
+from kvraw.ready import Reached, Ready
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Completion, Operation
@@ -25,17 +27,21 @@ from kvraw.runtime.stream import stream_handle
 
 __all__ = ["Copy", "DeviceTable", "PreparedCopy", "Reached", "Ready"]
 
-_NONE = np.zeros(0, np.uint64)
 _ENGINES = ("auto", "kernel", "copy", "cpu", "reference")
 
 
 class Copy:
     """A copy that was enqueued (GPU) or is done (CPU)."""
 
-    __slots__ = ("_completion", "engine")
+    __slots__ = ("_completion", "_device", "engine")
 
-    def __init__(self, completion: Completion | None, engine: str) -> None:
-        self._completion, self.engine = completion, engine
+    def __init__(self, completion: Completion | None, engine: str, device: int | None = None) -> None:
+        self._completion, self.engine, self._device = completion, engine, device
+
+    @property
+    def completion(self) -> Completion | None:
+        """What tells its end; None where it is done."""
+        return self._completion
 
     def done(self) -> bool:
         """Whether the copy is over; never waits."""
@@ -48,87 +54,11 @@ class Copy:
             if self._completion.error is not None:
                 raise self._completion.error
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reached:
-    """Base addresses that were looked up before: the driver is not asked about them again.
-
-    Attributes
-    ----------
-    host, seen : numpy.ndarray of uint64
-        As the host and as the device know them.
-    link : bool
-        Host memory is among them.
-    edges : tuple of int
-        Addresses behind them where one registration of somebody else ends and the next begins.
-    """
-
-    host: U64
-    seen: U64
-    link: bool
-    edges: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.host)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTable:
-    """A table of base addresses in the device's memory, each of them memory of the device.
-
-    Attributes
-    ----------
-    address, entries : int
-        Where it lies, and its length.
-    bits : int
-        The bits that may be set in any of the addresses; 0 means that all are multiples of 16.
-    owner : object
-        Kept alive until the copy is over.
-    """
-
-    address: int
-    entries: int
-    bits: int = 0
-    owner: object = None
-
-
-class Ready:
-    """The arguments of one copy, checked; to be enqueued as a part of an operation."""
-
-    __slots__ = ("_copy", "_count", "_first", "_index", "_seen")
-
-    def __init__(
-        self,
-        copy: PreparedCopy,
-        seen: list[Reached | DeviceTable],
-        index: list[IndexVector | None],
-        first: int,
-        count: int,
-    ) -> None:
-        self._copy, self._seen, self._index, self._first, self._count = copy, seen, index, first, count
-
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> str:
-        """Enqueue the copy on the operation's stream; returns the engine. The device's context is current."""
-        if not self._count:
-            return "none"
-        copy, index = self._copy, self._index
-        tables = [t for t in self._seen if isinstance(t, Reached)]
-        link = any(t.link for t in tables)
-        host_ids = all(i is None or i.host is not None for i in index) and len(tables) == 2
-        engine = copy.choose(link, host_ids, capturing, self._count)
-        if engine == "copy":
-            ends = [Operands(t.host, i) for t, i in zip(tables, index, strict=True)]
-            operation.enqueued.append(operation.stream)
-            found = copy_engine.merge(copy_engine.describe(copy.plan, ends[0], ends[1], self._first, self._count))
-            edges = [e for t in tables for e in t.edges]
-            copy_engine.enqueue(found, operation.stream, capturing=capturing, edges=edges)
-        else:
-            ends = [
-                Operands(t.seen, i) if isinstance(t, Reached) else Operands(_NONE, i, t.address, t.bits)
-                for t, i in zip(self._seen, index, strict=True)
-            ]
-            copy.kernel.enqueue(state, operation, ends[0], ends[1], self._first, self._count, link=link)
-        return engine
+    def wait_on(self, stream: Any) -> None:
+        """Make a stream of the same device wait until the copy is over."""
+        if self._completion is not None and self._device is not None:
+            with DeviceScope(self._device):
+                self._completion.wait_on(stream_handle(stream))
 
 
 class PreparedCopy:
@@ -142,12 +72,15 @@ class PreparedCopy:
         The GPU that carries it out; None: the CPU, over host memory.
     engine : str
         "auto", "kernel" or "copy" on a GPU; "auto", "cpu" or "reference" on the CPU.
-    ctas : int, optional
-        Most thread blocks of the kernel.
+    ctas, threads : int, optional
+        Most thread blocks of the kernel, and most threads of a block.
     check : bool
         Check indices against the sides' limits, on the host where they are there, else in the kernel.
-    names : tuple of str
-        What errors call the source and the destination.
+    names, index_names : tuple of str
+        What errors call the source and the destination, and their indices.
+    errors : deque, optional
+        For callers that wait for no copy: takes what the kernel found in indices that lie on the device, and the next
+        call raises the oldest.
     """
 
     def __init__(
@@ -157,8 +90,11 @@ class PreparedCopy:
         device: int | None,
         engine: str = "auto",
         ctas: int | None = None,
+        threads: int | None = None,
         check: bool = True,
         names: tuple[str, str] = ("src", "dst"),
+        index_names: tuple[str, str] | None = None,
+        errors: deque[Exception] | None = None,
     ) -> None:
         if engine == "auto":
             engine = config.ENGINE.get()
@@ -167,14 +103,17 @@ class PreparedCopy:
                 f"engine is {engine!r} with device {device}; must be one of {', '.join(_ENGINES)} and fit it"
             )
         self.plan, self.device, self.check, self.names = plan, device, check, names
-        self._engine = engine
-        self.kernel = KernelPlan(plan, ctas=ctas, check=check, names=(f"{names[0]}_index", f"{names[1]}_index"))
+        self.index_names = index_names or (f"{names[0]}_index", f"{names[1]}_index")
+        self._engine, self._errors = engine, errors
+        self._kernel = KernelPlan(
+            plan, ctas=ctas, threads=threads or THREADS, check=check, names=self.index_names, errors=errors
+        )
         self._cpu = cpu.CpuPlan(plan) if device is None and engine != "reference" else None
 
     def __call__(
         self,
-        src: Any,
-        dst: Any,
+        src: Sequence[int] | Any,
+        dst: Sequence[int] | Any,
         count: int,
         *,
         src_index: Any = None,
@@ -209,19 +148,28 @@ class PreparedCopy:
             bases, index = self._take((src, dst), (src_index, dst_index), first, count)
             return self._on_host(bases, index, first, count)
         handle = stream_handle(stream)
+        if not count:
+            self._take((src, dst), (src_index, dst_index), first, count)
+            return Copy(None, "none")
         with DeviceScope(self.device):
             ready = self.ready(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
-            if not count:
-                return Copy(None, "none")
             capturing = driver().stream_capturing(handle)
-            state = device_state(self.device)
-            operation = state.books.begin(handle, captured=capturing)
-            try:
-                engine = ready.enqueue(state, operation, capturing)
-            except BaseException:
-                operation.abort()
-                raise
-            return Copy(operation.commit((refs, ready)), engine)
+            engine, state = ready.choose(capturing), device_state(self.device)
+            refs = (refs, ready, src, dst, src_index, dst_index)
+            ends = ready.operands(engine)
+            if engine == "copy":
+                return self.batch(
+                    state,
+                    ends[0],
+                    ends[1],
+                    count,
+                    handle,
+                    first=first,
+                    pageable=ready.pageable,
+                    edges=ready.edges,
+                    refs=refs,
+                )
+            return self.launch(state, ends[0], ends[1], count, handle, first=first, link=ready.link, refs=refs)
 
     def ready(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
@@ -229,11 +177,104 @@ class PreparedCopy:
         """Check the arguments of a call on a GPU, for one operation of several copies. Its context is current."""
         assert self.device is not None
         bases, index = self._take((src, dst), (src_index, dst_index), first, count)
-        seen = [
-            b if isinstance(b, (Reached, DeviceTable)) else self._on_device(n, b)
-            for n, b in zip(self.names, bases, strict=True)
-        ]
-        return Ready(self, seen, index, first, count)
+        return Ready(self, self._on_device(bases), index, first, count)
+
+    def launch(
+        self,
+        state: DeviceState,
+        src: Operands,
+        dst: Operands,
+        count: int,
+        stream: int,
+        *,
+        first: int = 0,
+        link: bool,
+        refs: object = None,
+    ) -> Copy:
+        """Enqueue the kernel with operands that the caller has checked; the device's context is current.
+
+        `link` says that host memory takes part.
+        """
+        captured = driver().stream_capturing(stream)
+        if self._errors is not None and not captured:
+            state.books.reap()  # for what earlier ones found
+        operation = state.books.begin(stream, captured=captured)
+        try:
+            self.enqueue_kernel(state, operation, src, dst, first, count, link=link)
+        except BaseException:
+            operation.abort()
+            raise
+        completion = operation.commit(refs)
+        if captured and self._errors is not None:
+            state.books.lost.append(completion)  # nobody holds it, and nothing tells when the graph is gone
+        return Copy(completion, "kernel", self.device)
+
+    def enqueue_kernel(
+        self,
+        state: DeviceState,
+        operation: Operation,
+        src: Operands,
+        dst: Operands,
+        first: int,
+        count: int,
+        *,
+        link: bool,
+    ) -> None:
+        """Enqueue the kernel as a part of an operation, with operands that the caller has checked."""
+        if self._errors:
+            raise self._errors.popleft()
+        self._kernel.enqueue(state, operation, src, dst, first, count, link=link)
+
+    def batch(
+        self,
+        state: DeviceState,
+        src: Operands,
+        dst: Operands,
+        count: int,
+        stream: int,
+        *,
+        first: int = 0,
+        pageable: bool,
+        edges: Sequence[int] = (),
+        refs: object = None,
+    ) -> Copy:
+        """Enqueue the copy engine's descriptors, with operands that the caller has checked, indices on the host.
+
+        The device's context is current. `pageable` says that pageable memory takes part; no copy spans one of `edges`.
+        """
+        capturing = driver().stream_capturing(stream)
+        # The batch call refuses the legacy default stream: a stream of ours takes the copies in its place in the order.
+        aside = stream in copy_engine.LEGACY and not capturing and not pageable
+        own = state.side_stream("copy").handle if aside else stream
+        operation = state.books.begin(own, captured=capturing)
+        try:
+            if aside:
+                operation.follow(stream)
+            self.enqueue_batch(operation, src, dst, first, count, capturing=capturing, pageable=pageable, edges=edges)
+        except BaseException:
+            operation.abort()
+            raise
+        completion = operation.commit(refs)
+        if aside:
+            completion.wait_on(stream)
+        return Copy(completion, "copy", self.device)
+
+    def enqueue_batch(
+        self,
+        operation: Operation,
+        src: Operands,
+        dst: Operands,
+        first: int,
+        count: int,
+        *,
+        capturing: bool,
+        pageable: bool,
+        edges: Sequence[int] = (),
+    ) -> None:
+        """Enqueue the copy engine's descriptors on the operation's stream, as a part of it."""
+        found = copy_engine.merge(copy_engine.describe(self.plan, src, dst, first, count))
+        operation.enqueued.append(operation.stream)
+        copy_engine.enqueue(found, operation.stream, capturing=capturing, pageable=pageable, edges=edges)
 
     def _take(
         self, bases: tuple[Any, Any], index: tuple[Any, Any], first: int, count: int
@@ -243,16 +284,11 @@ class PreparedCopy:
         sides = (self.plan.src, self.plan.dst)
         tables: list[Any] = []
         for name, given, side in zip(self.names, bases, sides, strict=True):
-            if isinstance(given, DeviceTable):
-                check_entries(name, given.entries, side, first + count)
-                tables.append(given)
-                continue
-            table = given if isinstance(given, Reached) else pointer_vector(name, given)
-            check_entries(name, len(table), side, first + count)
+            table = given if isinstance(given, (Reached, DeviceTable)) else pointer_vector(name, given)
+            check_entries(name, table.entries if isinstance(table, DeviceTable) else len(table), side, first + count)
             tables.append(table)
         vectors = [
-            self._index(f"{n}_index", i, side, first, count)
-            for n, i, side in zip(self.names, index, sides, strict=True)
+            self._index(n, i, side, first, count) for n, i, side in zip(self.index_names, index, sides, strict=True)
         ]
         return tables, vectors
 
@@ -270,7 +306,7 @@ class PreparedCopy:
 
     def _on_host(self, bases: list[Any], index: list[IndexVector | None], first: int, count: int) -> Copy:
         ends = []
-        for name, table, ids in zip(self.names, bases, index, strict=True):
+        for name, index_name, table, ids in zip(self.names, self.index_names, bases, index, strict=True):
             if isinstance(table, DeviceTable):
                 raise PlacementError(f"{name} is a table on a device; the CPU engine takes one on the host")
             if isinstance(table, Reached):
@@ -278,7 +314,7 @@ class PreparedCopy:
             else:
                 require_host(name, table, 1)
             if ids is not None and ids.host is None:
-                raise PlacementError(f"{name}_index lies on a device; the CPU engine takes it on the host")
+                raise PlacementError(f"{index_name} lies on a device; the CPU engine takes it on the host")
             ends.append(Operands(table, ids))
         if count and self._cpu is not None:
             self._cpu.copy(ends[0], ends[1], first, count)
@@ -286,17 +322,26 @@ class PreparedCopy:
             reference.copy(self.plan, ends[0], ends[1], first, count)
         return Copy(None, "cpu" if self._cpu is not None else "reference")
 
-    def _on_device(self, name: str, bases: U64) -> Reached:
-        """Addresses as the device sees them, and whether host memory is among them."""
-        seen, link = bases.copy(), False
-        for at, where in enumerate(locate_all(bases.tolist(), 1)):
-            if not where.device_address:
+    def _on_device(self, bases: list[Any]) -> list[Reached | DeviceTable]:
+        """What is not known yet of these tables, asked of the driver: together, for they often share allocations."""
+        plain = [k for k, b in enumerate(bases) if not isinstance(b, (Reached, DeviceTable))]
+        if not plain:
+            return bases
+        found = locate_all(bases[plain[0]] if len(plain) == 1 else np.concatenate(bases))
+        out, start = list(bases), 0
+        for k in plain:
+            table = bases[k]
+            part = slice(start, start + len(table))
+            seen, start = found.seen[part], part.stop
+            pageable = not seen.all()
+            if pageable and self._engine != "copy":
+                at = int(np.argmin(seen != 0))
                 raise PlacementError(
-                    f"{name}[{at}] at {int(bases[at]):#x} is pageable host memory; the GPU takes pinned, registered or "
-                    f"device memory"
+                    f"{self.names[k]}[{at}] at {int(table[at]):#x} is pageable host memory; the kernel takes pinned, "
+                    f"host-registered or device memory"
                 )
-            seen[at], link = where.device_address, link or where.device is None
-        return Reached(bases, seen, link)
+            out[k] = Reached(table, seen, bool((found.devices[part] < 0).any()), pageable=pageable)
+        return out
 
     def choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
         """The engine of a call on a GPU."""

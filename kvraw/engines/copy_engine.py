@@ -31,17 +31,29 @@ class Descriptors:
         return len(self.sizes)
 
 
-def _side_addresses(plan: CopyPlan, side: Side, name: str, operands: Operands, items: I64) -> tuple[U64, np.ndarray]:
-    """Addresses of all runs, items along the last axis, and which items are kept."""
-    index = items if operands.host_index is None else operands.host_index[items]
-    kept = index >= 0
-    outer, inner = np.divmod(np.where(kept, index, 0), side.page)
-    entry = outer * side.table_outer
-    offset = outer * side.outer + inner * side.inner
+def _side_addresses(
+    plan: CopyPlan, side: Side, name: str, operands: Operands, items: I64
+) -> tuple[U64, np.ndarray | None]:
+    """Addresses of all runs, items along the last axis, and which items are kept (None: all)."""
+    index, kept = items, None
+    if operands.host_index is not None:
+        index = operands.host_index[items[0] : items[-1] + 1]
+        if int(np.minimum.reduce(index)) < 0:
+            kept = index >= 0
+            index = np.where(kept, index, 0)
+    entry: I64 | int = 0
+    if side.page == 1 and not side.table_outer:
+        offset = index * side.outer
+    else:
+        outer, inner = np.divmod(index, side.page)
+        entry = outer * side.table_outer
+        offset = outer * side.outer + inner * side.inner
+    axes = 1
     for d in plan.dims:  # innermost first; the items stay innermost of all, where ids that follow each other merge
-        steps = np.arange(d.size, dtype=np.int64).reshape(-1, *[1] * entry.ndim)
+        steps = np.arange(d.size, dtype=np.int64).reshape(-1, *[1] * axes)
         entry = entry + steps * getattr(d, f"{name}_table")
         offset = offset + steps * getattr(d, name)
+        axes += 1
     return operands.bases[entry] + offset.astype(np.uint64), kept
 
 
@@ -50,12 +62,15 @@ def describe(plan: CopyPlan, src: Operands, dst: Operands, first: int, count: in
 
     Indices are on the host.
     """
+    if not count:
+        none = np.zeros(0, np.uint64)
+        return Descriptors(none, none, none)
     items = np.arange(first, first + count, dtype=np.int64)
     source, kept = _side_addresses(plan, plan.src_flat, "src", src, items)
     target, kept_too = _side_addresses(plan, plan.dst_flat, "dst", dst, items)
-    kept &= kept_too
-    if not kept.all():
-        source, target = source[..., kept], target[..., kept]
+    if kept is not None or kept_too is not None:
+        both = kept if kept_too is None else kept_too if kept is None else kept & kept_too
+        source, target = source[..., both], target[..., both]
     return Descriptors(target.ravel(), source.ravel(), np.full(target.size, plan.run_bytes, np.uint64))
 
 
@@ -95,13 +110,21 @@ def split(d: Descriptors, edges: Sequence[int] | U64 = ()) -> Descriptors:
     return d
 
 
-def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None, edges: Sequence[int] = ()) -> str:
+def enqueue(
+    d: Descriptors,
+    stream: int,
+    *,
+    capturing: bool | None = None,
+    pageable: bool = False,
+    edges: Sequence[int] = (),
+) -> str:
     """Enqueue copies on a stream, in its order and unordered among themselves; returns how.
 
     No copy spans an end of a registration of ours, or one of `edges`.
 
     The vectors are read during the call. Where the batch call cannot be used (drivers before 12.8, captures, the
     legacy default stream), copies go one by one, regular ones as rows of a two-dimensional copy; the order is the same.
+    `pageable` says that pageable memory takes part: one by one then, and the call may wait for the copies.
     """
     if not len(d):
         return "nothing"
@@ -109,6 +132,10 @@ def enqueue(d: Descriptors, stream: int, *, capturing: bool | None = None, edges
     call = driver()
     if capturing is None:
         capturing = call.stream_capturing(stream)
+    if pageable:
+        for to, at, n in zip(d.dst.tolist(), d.src.tolist(), d.sizes.tolist(), strict=True):
+            call.memcpy_async(to, at, n, stream)
+        return "copies one by one"
     if stream not in LEGACY and not capturing and call.batch_supported():
         most = config.MAX_BATCH.get()
         for begin in range(0, len(d), most):

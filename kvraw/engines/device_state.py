@@ -46,6 +46,10 @@ class Upload:
         self.device = DeviceBuffer(words * 8, device)
         self.words = _words(self._pinned, words)
 
+    def fetch(self, address: int, nbytes: int, stream: int) -> None:
+        """Enqueue the copy of device memory to the first words on the host."""
+        driver().memcpy_async(self._pinned.address, address, nbytes, stream)
+
     def send(self, count: int, stream: int) -> None:
         """Enqueue the copy of the first `count` words to the device."""
         driver().memcpy_async(self.device.address, self._pinned.address, count * 8, stream)

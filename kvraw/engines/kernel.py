@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,10 +33,10 @@ def copy_kernel(width: int) -> Kernel:
     return Kernel(read_ptx(f"copy_v{width}.ptx"), f"kvraw_copy_v{width}")
 
 
-def launch_shape(segments: int, most: int) -> tuple[int, int]:
+def launch_shape(segments: int, most: int, most_threads: int = THREADS) -> tuple[int, int]:
     """Thread blocks and threads of a launch: at most `most` blocks, no more warps than groups of 32 segments."""
     groups = -(-segments // 32)
-    warps = max(min(THREADS // 32, -(-groups // most)), 1)
+    warps = max(min(most_threads // 32, -(-groups // most)), 1)
     return min(most, -(-groups // warps)), warps * 32
 
 
@@ -78,10 +79,14 @@ class KernelPlan:
         What to copy.
     ctas : int, optional
         Most thread blocks of a launch; default: 16 where host memory takes part, else two per multiprocessor.
+    threads : int
+        Most threads of a block: a multiple of 32, at most 1024.
     check : bool
         Check indices that lie on the device, in the kernel.
     names : tuple of str
         What errors call the source's and the destination's index.
+    errors : deque, optional
+        Takes what the kernel found, for callers that wait for no copy.
     """
 
     def __init__(
@@ -89,9 +94,14 @@ class KernelPlan:
         plan: CopyPlan,
         *,
         ctas: int | None = None,
+        threads: int = THREADS,
         check: bool = True,
         names: tuple[str, str] = ("src_index", "dst_index"),
+        errors: deque[Exception] | None = None,
     ) -> None:
+        if not 32 <= threads <= THREADS or threads % 32:
+            raise BoundsError(f"threads is {threads}, must be a multiple of 32 in [32, {THREADS}]")
+        self.threads, self.errors = threads, errors
         self.plan, self.ctas, self.check, self.names = plan, ctas or config.CTAS.get(), check, names
         self._block = ArgumentBlock(ka.ARGS)
         self._long = self._block.record.view(np.uint64)
@@ -99,7 +109,7 @@ class KernelPlan:
         self._lock = threading.Lock()
         self._kind: tuple[object, ...] = ()
         self._arrangement = _Arrangement((-1, -1, -1, -1))
-        self._width = self._split = 0
+        self._width = self._segments = 0
         self._written: list[U64 | None] = [None, None]  # tables that stand in the words already
         self._bits: list[int] = [0, 0]
         ka.fill_plan(self._block.record, plan)
@@ -128,13 +138,14 @@ class KernelPlan:
         """
         stream = operation.stream if stream is None else stream
         with self._lock:
-            kind = (_length(src), _length(dst), count, _kind(src), _kind(dst))
+            kinds = _kind(src), _kind(dst)
+            kind = (_bases(src), _bases(dst), kinds, count if 1 in kinds else 0)
             if kind != self._kind:
                 self._arrange(src, dst, count)
                 self._kind = kind
             status: StatusWord | None = None
             upload: Upload | None = None
-            if self.check and (kind[3] > 1 or kind[4] > 1):
+            if self.check and (kinds[0] > 1 or kinds[1] > 1):
                 status = state.take_status()
                 operation.report(functools.partial(self._report, status))
                 operation.then(functools.partial(state.give_status, status))
@@ -144,12 +155,13 @@ class KernelPlan:
             self._write((src, dst), first, count, upload)
             width = self.plan.width(*self._bits)
             if width != self._width:
-                self._split, self._width = ka.fill_width(self._block.record, self.plan, width), width
-            segments = count * self.plan.runs_per_item * self._split
+                split = ka.fill_width(self._block.record, self.plan, width)
+                self._width, self._segments = width, self.plan.runs_per_item * split
+            segments = count * self._segments
             long = self._long
             long[ka.SEGMENTS], long[ka.FIRST_ITEM] = segments, first
             long[ka.STATUS] = status.device_address if status else 0
-            ctas, threads = launch_shape(segments, self.most_ctas(link, state.multiprocessors))
+            ctas, threads = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
             if upload is not None:
                 operation.enqueued.append(stream)
                 upload.send(self._arrangement.upload_words, stream)
@@ -159,7 +171,7 @@ class KernelPlan:
     def _arrange(self, src: Operands, dst: Operands, count: int) -> None:
         """Decide where tables and indices go, and write the flags that say so."""
         src_count, dst_count = (count if o.host_index is not None else -1 for o in (src, dst))
-        self._arrangement = _Arrangement((_length(src), _length(dst), src_count, dst_count))
+        self._arrangement = _Arrangement((_bases(src), _bases(dst), src_count, dst_count))
         self._written = [None, None]
         for k, (side, operands) in enumerate(((self.plan.src_flat, src), (self.plan.dst_flat, dst))):
             flags = ka.SKIP_NEGATIVE if side.skip_negative else 0
@@ -197,24 +209,28 @@ class KernelPlan:
         for k, operands in enumerate(sides):
             if operands.index is not None and operands.index.host is None:
                 long[ka.INDEX[k]] = operands.index.address
-            if operands.table:
-                long[ka.TABLE[k]], self._bits[k] = operands.table, operands.bits
+            if operands.table is not None:
+                long[ka.TABLE[k]], self._bits[k] = operands.table.address, operands.table.bits
 
     def _report(self, status: StatusWord) -> Exception | None:
-        where, value = int(status.values[0]), int(status.values[1].view(np.int64))
-        status.values[:] = 0
+        where = int(status.values[0])
         if not where:
             return None
+        value = int(status.values[1].view(np.int64))
+        status.values[:] = 0
         side = (self.plan.src_flat, self.plan.dst_flat)[where & 1]
-        return BoundsError(
+        error = BoundsError(
             f"{self.names[where & 1]}[{(where >> 1) - 1}] is {value}, must be in [0, {side.limit}); "
             f"the kernel left out every such entry"
         )
+        if self.errors is not None:
+            self.errors.append(error)
+        return error
 
 
-def _length(operands: Operands) -> int:
-    """Entries of the table; -1 where it lies on the device already."""
-    return -1 if operands.table else len(operands.bases)
+def _bases(operands: Operands) -> int:
+    """Length of the table that the host writes; -1 where the device has it."""
+    return len(operands.bases) if operands.table is None else -1
 
 
 def _kind(operands: Operands) -> int:

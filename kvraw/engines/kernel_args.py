@@ -84,7 +84,7 @@ def fill_plan(args: np.ndarray, plan: CopyPlan) -> None:
         s["page_magic"], s["page_shift"] = divider(side.page)
         s["outer"], s["inner"], s["table_outer"] = _bits(side.outer), _bits(side.inner), side.table_outer
         s["stride"] = [_bits(x) for x in stride]
-        s["table_stride"] = table
+        s["table_stride"] = [_bits(x) for x in table]
 
 
 def fill_width(args: np.ndarray, plan: CopyPlan, width: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,12 +10,31 @@ from kvraw.arrays import I64, U64, IndexVector
 from kvraw.errors import BoundsError
 from kvraw.plan import Side
 
-__all__ = ["Operands", "check_distinct", "check_entries", "check_host_index"]
+__all__ = ["DeviceTable", "Operands", "check_distinct", "check_entries", "check_host_index"]
 
 
-@dataclass(slots=True)
-class Operands:
-    """Base addresses and index of one side, for one call; not changed once made.
+class DeviceTable(NamedTuple):
+    """A table of base addresses that only the kernel reads, where it lies.
+
+    Attributes
+    ----------
+    address, entries : int
+        Where it lies, as the device sees it, and its length.
+    bits : int
+        The alignment of what it holds: all bases or-ed together, or the smallest power of two that divides them all; 0
+        means that all are multiples of 16.
+    owner : object
+        Kept alive until the copy is over.
+    """
+
+    address: int
+    entries: int
+    bits: int = 8
+    owner: object = None
+
+
+class Operands(NamedTuple):
+    """Base addresses and index of one side, for one call.
 
     Attributes
     ----------
@@ -23,16 +42,13 @@ class Operands:
         The side's table, as addresses that the engine can use.
     index : IndexVector or None
         Index of each item; None: the item is its own index.
-    table : int
-        Where the table lies in the device's memory; `bases` is empty then. For the kernel engine alone.
-    bits : int
-        What the addresses of such a table are multiples of, as the bits that are set in any of them.
+    table : DeviceTable or None
+        Stands for `bases` where the table is known to the device alone (kernel engine only).
     """
 
     bases: U64
-    index: IndexVector | None = None
-    table: int = 0
-    bits: int = 0
+    index: IndexVector | None = None  # type: ignore[assignment]  # not a tuple's search, here
+    table: DeviceTable | None = None
 
     @property
     def host_index(self) -> I64 | None:

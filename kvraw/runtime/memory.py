@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 from kvraw.runtime.owner import Owner
 from kvraw.runtime.register import Registration as Registration
 
-__all__ = ["DeviceBuffer", "PinnedBuffer", "Registration", "Where", "locate", "locate_all"]
+__all__ = ["DeviceBuffer", "Located", "PinnedBuffer", "Registration", "Where", "locate", "locate_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +66,63 @@ def locate(address: int, nbytes: int) -> Where:
     return _look(address, nbytes)[0]
 
 
-def locate_all(addresses: Iterable[int], nbytes: int) -> list[Where]:
-    """Where ranges of one size lie; the driver is asked once for neighbours in one allocation."""
-    out: list[Where] = []
-    inside, first, before = range(0), PAGEABLE, 0
-    for address in addresses:
-        if inside.start <= address and address + nbytes <= inside.stop:
-            out.append(Where(first.device, first.device_address + address - before))
-        else:
-            first, inside = _look(address, nbytes)
-            before = address
-            out.append(first)
-    return out
+class Located(NamedTuple):
+    """Where ranges lie.
+
+    Attributes
+    ----------
+    seen : numpy.ndarray of uint64
+        Their addresses as a GPU sees them; 0 where a range is pageable.
+    devices : numpy.ndarray of int64
+        The device that holds each; -1 for host memory.
+    edges : tuple of int
+        Addresses inside the ranges where one registration ends and the next begins, whoever registered it.
+    """
+
+    seen: npt.NDArray[np.uint64]
+    devices: npt.NDArray[np.int64]
+    edges: tuple[int, ...] = ()
+
+    @property
+    def pageable(self) -> bool:
+        """Whether pageable memory is among them."""
+        return not self.seen.all()
+
+    @property
+    def link(self) -> bool:
+        """Whether host memory is among them."""
+        return bool((self.devices < 0).any())
+
+
+def locate_all(addresses: npt.NDArray[np.uint64], nbytes: int = 1) -> Located:
+    """`locate` for many ranges of one size, with one question to the driver per allocation.
+
+    Behind the first pageable range others may count as pageable too: nothing tells where pageable memory ends.
+    """
+    seen, devices = np.zeros_like(addresses), np.full(len(addresses), -1, np.int64)
+    edges: list[int] = []
+    left = np.arange(len(addresses))
+    while len(left):
+        first = int(addresses[left[0]])
+        where, allocation = _look(first, 1)
+        if not where.device_address:
+            break
+        at = addresses[left]
+        if first not in allocation:
+            allocation = range(first, first + 1)
+        end = np.uint64(allocation.stop)
+        inside = (at >= np.uint64(allocation.start)) & (at < end)
+        mine, at = left[inside], at[inside]
+        seen[mine] = at + np.uint64((where.device_address - first) % 2**64)
+        if where.device is not None:
+            devices[mine] = where.device
+        elif nbytes > 1:
+            for k in mine[at + np.uint64(nbytes) > end]:  # over the end of a registration: another may follow
+                over = locate(int(addresses[k]), nbytes)
+                seen[k] = over.device_address
+                edges += over.edges
+        left = left[~inside]
+    return Located(seen, devices, tuple(edges))
 
 
 def _free_device(known: weakref.ref[CudaDriver], device: int, address: int) -> None:

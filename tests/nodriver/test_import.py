@@ -39,9 +39,10 @@ def import_times(code: str) -> dict[str, int]:
         ("import kvraw", (*HEAVY, "numpy")),
         ("import kvraw.transfer", HEAVY),
         ("import kvraw.codec, kvraw.rope", HEAVY),
+        ("import kvraw.adapters.sglang, kvraw.adapters.vllm", HEAVY),
         (EVERY_NAME, HEAVY),
     ],
-    ids=["kvraw", "transfer", "codec and rope", "every name"],
+    ids=["kvraw", "transfer", "codec and rope", "adapters", "every name"],
 )
 def test_heavy_modules_stay_out(code: str, absent: tuple[str, ...]) -> None:
     loaded = set(run(f"{code}\n{LOADED}").stdout.split())

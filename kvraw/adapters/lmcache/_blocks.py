@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,7 +70,7 @@ def ids_of(name: str, ids: Any, device: int | None, most: int | None = None) -> 
             ids = ids.contiguous()
     index = index_vector(name, ids)
     if most is not None and index.count > most:
-        index = replace(index, host=None if index.host is None else index.host[:most], count=most)
+        index = index._replace(host=None if index.host is None else index.host[:most], count=most)
     return index
 
 
@@ -97,13 +96,11 @@ def reach(objects: Sequence[Any], nbytes: int, device: int | None) -> Reached:
     if device is None:
         require_host("objects", host, 1)
         return Reached(host, host, False)
-    found = locate_all(host.tolist(), nbytes)
-    for at, where in enumerate(found):
-        if not where.device_address:
-            raise PlacementError(f"object {at} at {int(host[at]):#x} is pageable host memory")
-    seen = np.array([where.device_address for where in found], np.uint64)
-    link = any(where.device is None for where in found)
-    return Reached(host, seen, link, tuple(e for where in found for e in where.edges))
+    found = locate_all(host, nbytes)
+    if found.pageable:
+        at = int(np.argmin(found.seen != 0))
+        raise PlacementError(f"object {at} at {int(host[at]):#x} is pageable host memory")
+    return Reached(host, found.seen, found.link, found.edges)
 
 
 def _in_one(paged: Paged, to_host: bool, tokens: int) -> Callable[[Sequence[Any], IndexVector, int, int | None], Any]:

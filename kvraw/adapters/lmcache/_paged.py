@@ -127,11 +127,12 @@ class Paged:
                 if self.device is None:
                     require_host("paged_buffer_ptrs", bases, 1)
                 else:
-                    for at, where in enumerate(locate_all(bases.tolist(), 1)):
-                        if where.device != self.device:
-                            raise PlacementError(
-                                f"paged_buffer_ptrs[{at}] is {int(bases[at]):#x}, not memory of device {self.device}"
-                            )
+                    elsewhere = locate_all(bases).devices != self.device
+                    if elsewhere.any():
+                        at = int(np.argmax(elsewhere))
+                        raise PlacementError(
+                            f"paged_buffer_ptrs[{at}] is {int(bases[at]):#x}, not memory of device {self.device}"
+                        )
                 tables.append(Reached(bases, bases, False))
             self.tables = tables
         return self.tables

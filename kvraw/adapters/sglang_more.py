@@ -1,0 +1,188 @@
+"""The operations of `kvraw.adapters.sglang` that came later: the destination first, separate strides, ranges, moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvraw.adapters import tensors
+from kvraw.adapters.sglang_direct import device_of
+from kvraw.adapters.sglang_kernel import End, Rows, default_quota, transfer
+from kvraw.batch import memcpy_batch
+from kvraw.errors import BoundsError, LayoutError
+from kvraw.plan import CopyPlan, Side
+from kvraw.prepared import PreparedCopy
+from kvraw.runtime.memory import locate_all
+
+_INTS = ("int64", "int32")
+_WARPS = 32
+
+
+def _row_stride(name: str, tensor: Any, element_dim: int) -> int:
+    """Bytes from row to row of a tensor whose last axes make rows of `element_dim` elements."""
+    size, shape, strides = int(tensor.element_size()), tuple(tensor.shape), tuple(tensor.stride())
+    if tensor.is_contiguous():
+        if tensor.numel() % element_dim:
+            raise LayoutError(f"{name} has shape {shape}, must hold whole rows of {element_dim} elements")
+        return element_dim * size
+    row = 1
+    for n, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+        if n != 1 and step != row:
+            raise LayoutError(f"{name} has shape {shape}, strides {strides}: gaps inside a row")
+        row *= n
+    if row != element_dim:
+        raise LayoutError(f"{name} has rows of {row} elements, must have {element_dim}")
+    return int(strides[0]) * size
+
+
+def _one_layer(
+    dst: tuple[Any, ...], indices_dst: Any, src: tuple[Any, ...], indices_src: Any, element_dim: int | None, quota: Any
+) -> None:
+    dim = element_dim or int(dst[0].shape[-1])
+    ends = []
+    for name, group in (("src", src), ("dst", dst)):
+        strides = {_row_stride(f"cache_{name}", t, dim) for t in group}
+        if len(strides) != 1:
+            raise LayoutError(f"k and v of {name} have strides of {sorted(strides)} bytes, must have one")
+        ends.append(End(name, "lf", group, strides.pop()))
+    rows = Rows(dim * int(dst[0].element_size()))
+    transfer(ends[0], ends[1], indices_src, indices_dst, rows, quota or default_quota(quota), _WARPS, _INTS)
+
+
+def _all_layer(
+    dst: tuple[Any, ...],
+    indices_dst: Any,
+    src: tuple[Any, ...],
+    indices_src: Any,
+    strides: tuple[int, int],
+    element_size: int | None,
+    quota: Any,
+) -> None:
+    if element_size is None:
+        if strides[0] != strides[1]:
+            raise LayoutError(f"element_size is needed where strides differ: {strides[0]} and {strides[1]} bytes")
+        element_size = strides[0]
+    rows = Rows(element_size, int(src[0].shape[0]))
+    ends = End("src", "table", src, strides[0]), End("dst", "table", dst, strides[1])
+    transfer(*ends, indices_src, indices_dst, rows, quota or default_quota(quota), _WARPS, _INTS)
+
+
+def transfer_hicache_one_layer(
+    k_cache_dst: Any,
+    v_cache_dst: Any,
+    indices_dst: Any,
+    k_cache_src: Any,
+    v_cache_src: Any,
+    indices_src: Any,
+    *,
+    element_dim: int | None = None,
+    unroll: int | None = None,
+    block_quota: int | None = None,
+) -> None:
+    """One layer of K and V, the destination first; rows may have gaps between them. `unroll` has no meaning here."""
+    _one_layer(
+        (k_cache_dst, v_cache_dst), indices_dst, (k_cache_src, v_cache_src), indices_src, element_dim, block_quota
+    )
+
+
+def transfer_hicache_one_layer_mla(
+    cache_dst: Any,
+    indices_dst: Any,
+    cache_src: Any,
+    indices_src: Any,
+    *,
+    element_dim: int | None = None,
+    unroll: int | None = None,
+    block_quota: int | None = None,
+) -> None:
+    """One layer of one plane, the destination first; rows may have gaps between them. `unroll` has no meaning here."""
+    _one_layer((cache_dst,), indices_dst, (cache_src,), indices_src, element_dim, block_quota)
+
+
+def transfer_hicache_all_layer(
+    k_ptr_dst: Any,
+    v_ptr_dst: Any,
+    indices_dst: Any,
+    k_ptr_src: Any,
+    v_ptr_src: Any,
+    indices_src: Any,
+    *,
+    kv_cache_src_stride_bytes: int,
+    kv_cache_dst_stride_bytes: int,
+    element_size: int | None = None,
+    unroll: int | None = None,
+    block_quota: int | None = None,
+) -> None:
+    """All layers by tables of addresses, the destination first, each side with its own stride of tokens."""
+    dst, src = (k_ptr_dst, v_ptr_dst), (k_ptr_src, v_ptr_src)
+    strides = kv_cache_src_stride_bytes, kv_cache_dst_stride_bytes
+    _all_layer(dst, indices_dst, src, indices_src, strides, element_size, block_quota)
+
+
+def transfer_hicache_all_layer_mla(
+    ptr_dst: Any,
+    indices_dst: Any,
+    ptr_src: Any,
+    indices_src: Any,
+    *,
+    cache_src_stride_bytes: int,
+    cache_dst_stride_bytes: int,
+    element_size: int | None = None,
+    unroll: int | None = None,
+    block_quota: int | None = None,
+) -> None:
+    """All layers of one plane by tables of addresses, the destination first, each side with its own stride."""
+    strides = cache_src_stride_bytes, cache_dst_stride_bytes
+    _all_layer((ptr_dst,), indices_dst, (ptr_src,), indices_src, strides, element_size, block_quota)
+
+
+def transfer_embedding_ranges_direct(
+    src: Any, dst: Any, src_starts: Sequence[int], dst_starts: Sequence[int], lengths: Sequence[int]
+) -> None:
+    """Ranges of rows of one tensor to ranges of another, by the copy engine."""
+    if not src.is_contiguous() or not dst.is_contiguous():
+        raise LayoutError("src and dst must lie without gaps")
+    rows = [int(np.prod(t.shape[1:], dtype=np.int64)) * int(t.element_size()) for t in (src, dst)]
+    if rows[0] != rows[1]:
+        raise LayoutError(f"a row of src has {rows[0]} bytes, of dst {rows[1]}")
+    starts, counts = [np.asarray(s, np.int64) for s in (src_starts, dst_starts)], np.asarray(lengths, np.int64)
+    if not len(starts[0]) == len(starts[1]) == len(counts):
+        raise BoundsError(f"{len(starts[0])} src_starts, {len(starts[1])} dst_starts and {len(counts)} lengths differ")
+    for name, at, tensor in (("src_starts", starts[0], src), ("dst_starts", starts[1], dst)):
+        bad = (at < 0) | (counts < 0) | (at + counts > tensor.shape[0])
+        if bad.any():
+            k = int(np.argmax(bad))
+            raise BoundsError(f"{name}[{k}] is {at[k]} with {counts[k]} rows, must end by {tensor.shape[0]}")
+    base = [
+        np.uint64(t.data_ptr()) + (at * rows[0]).astype(np.uint64) for t, at in zip((src, dst), starts, strict=True)
+    ]
+    device = device_of((src, dst))
+    stream = None if device is None else tensors.current_stream(device)
+    nbytes = (counts * rows[0]).astype(np.uint64)
+    pageable = device is not None and locate_all(np.array([src.data_ptr(), dst.data_ptr()], np.uint64)).pageable
+    memcpy_batch(base[1], base[0], nbytes, stream=stream, device=device, pageable=pageable, refs=(src, dst))
+
+
+def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:
+    """Move rows inside each of many host buffers; places may overlap: all are read before any is written."""
+    bases, steps = tensors.table_array(data_ptrs), tensors.index_array(strides)
+    source, target = tensors.index_array(src_loc), tensors.index_array(tgt_loc)
+    if len(bases) != len(steps) or len(source) != len(target):
+        raise BoundsError(
+            f"{len(bases)} data_ptrs and {len(steps)} strides, {len(source)} src_loc and {len(target)} tgt_loc: "
+            f"must have the same number"
+        )
+    for step in np.unique(steps).tolist() if len(source) else ():
+        group = bases[steps == step]
+        room = np.empty((len(group), len(source), step), np.uint8)
+        shelf = Side(outer=step, layer=len(source) * step)
+        rows = Side(outer=step, table_layer=1, entries=len(group))
+        counts = {"layers": len(group), "planes": 1, "tokens": 1, "heads": 1, "run": int(step)}
+        names = ("src_loc", "tgt_loc")
+        read = PreparedCopy(CopyPlan(rows, shelf, **counts), device=None, index_names=names)
+        write = PreparedCopy(CopyPlan(shelf, rows, **counts), device=None, index_names=names)
+        at = [int(room.ctypes.data)]
+        read(group, at, len(source), src_index=source)
+        write(at, group, len(source), dst_index=target)

@@ -1,0 +1,172 @@
+"""What the adapters ask of tensors, by duck typing: torch is imported only to ask for its current stream."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvraw.arrays import I64, U64
+from kvraw.engines.device_state import DeviceState, Upload, device_state
+from kvraw.errors import DriverError, PlacementError
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import locate, locate_all
+
+__all__ = [
+    "all_pinned",
+    "current_stream",
+    "device_table_bits",
+    "dtype_name",
+    "errors_of",
+    "host_values",
+    "index_array",
+    "mapped_address",
+    "reach",
+    "table_array",
+]
+
+# What kernels found, by device: an operation returns no object to wait on, so the next one raises it.
+errors_of: defaultdict[int, deque[Exception]] = defaultdict(deque)
+
+_names: dict[Any, str] = {}
+_raw_stream: Callable[[int], int] | None = None
+
+
+def current_stream(device: int) -> int:
+    """Handle of torch's current stream on a device."""
+    global _raw_stream
+    if _raw_stream is None:
+        import torch
+
+        # The handle alone, without a stream object around it, where this torch offers that.
+        found = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        _raw_stream = found or (lambda at: torch.cuda.current_stream(at).cuda_stream)
+    return int(_raw_stream(device))
+
+
+def dtype_name(tensor: Any) -> str:
+    """Name of a tensor's dtype, such as ``int64``."""
+    name = _names.get(tensor.dtype)
+    if name is None:
+        name = _names[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
+    return name
+
+
+def reach(tensor: Any) -> int:
+    """Bytes from a tensor's first element to the end of its memory: of itself, or where it has gaps of its storage."""
+    size = int(tensor.element_size())
+    if tensor.is_contiguous():
+        return int(tensor.numel()) * size
+    return int(tensor.untyped_storage().nbytes()) - int(tensor.storage_offset()) * size
+
+
+def mapped_address(name: str, address: int) -> int:
+    """Address at which the GPU sees host memory; the device's context is current.
+
+    Raises
+    ------
+    PlacementError
+        It is pageable host memory.
+    """
+    try:
+        return driver().host_device_address(address)
+    except DriverError:
+        where = locate(address, 1)
+        if where.device_address:
+            return where.device_address
+        raise PlacementError(
+            f"{name} at {address:#x} is pageable host memory; the kernel takes pinned, host-registered or device memory"
+        ) from None
+
+
+def all_pinned(addresses: list[int]) -> bool:
+    """Whether host memory at these addresses is pinned; the device's context is current."""
+    if len(addresses) > 4:  # mostly of few allocations
+        return not locate_all(np.array(addresses, np.uint64)).pageable
+    try:
+        for address in addresses:
+            mapped_address("", address)
+    except PlacementError:
+        return False
+    return True
+
+
+def host_values(tensor: Any) -> I64:
+    """A tensor's int64 values on the host; waits for the current stream where they lie on a GPU."""
+    if not tensor.is_cuda:
+        return index_array(tensor)
+    count, device = int(tensor.numel()), int(tensor.get_device())
+    if not count:
+        return np.zeros(0, np.int64)
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    stream = current_stream(device)
+    with DeviceScope(device):
+        state = device_state(device)
+        upload = state.take_upload(count)
+        upload.fetch(int(tensor.data_ptr()), count * 8, stream)
+        driver().stream_synchronize(stream)
+        values: I64 = upload.words[:count].copy().view(np.int64)
+        state.give_upload(upload)
+    return values
+
+
+class _Table:
+    """What is known of one pointer table on a device."""
+
+    __slots__ = ("asked", "bits", "ref", "version")
+
+    def __init__(self, tensor: Any, key: int) -> None:
+        self.ref = weakref.ref(tensor, lambda _: _tables.pop(key, None))
+        self.version = getattr(tensor, "_version", 0)
+        self.bits, self.asked = 8, False
+
+
+_tables: dict[int, _Table] = {}  # by id: tensors compare by element
+
+
+def _learn(table: _Table, upload: Upload, count: int) -> Exception | None:
+    table.bits = int(np.bitwise_or.reduce(upload.words[:count]))
+    return None
+
+
+def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
+    """Alignment of the addresses in a table on the device, as all of them or-ed together.
+
+    The table is copied to the host behind what the stream was given, once in its life, without waiting. Until the copy
+    is there the answer is 8 bytes, which is what the peers' kernels demand. The device's context is current.
+    """
+    key = id(tensor)
+    table = _tables.get(key)
+    if table is None or table.ref() is not tensor or table.version != getattr(tensor, "_version", 0):
+        table = _tables[key] = _Table(tensor, key)
+    if not table.asked and not driver().stream_capturing(stream):
+        count = int(tensor.numel())
+        operation = state.books.begin(stream)
+        upload = state.take_upload(count)
+        operation.then(partial(_learn, table, upload, count))
+        operation.then(partial(state.give_upload, upload))
+        try:
+            operation.enqueued.append(stream)
+            upload.fetch(int(tensor.data_ptr()), count * 8, stream)
+        except BaseException:
+            operation.abort()
+            raise
+        operation.commit(tensor)
+        table.asked = True
+    return table.bits
+
+
+def index_array(tensor: Any) -> I64:
+    """Indices on the host as they are: int64, or int32 widened."""
+    return np.ascontiguousarray(np.asarray(tensor).ravel(), np.int64)
+
+
+def table_array(tensor: Any) -> U64:
+    """A pointer table that lies on the host."""
+    return np.ascontiguousarray(np.asarray(tensor).ravel()).view(np.uint64)

@@ -1,0 +1,92 @@
+"""The block swaps: on the CPU, the emulator and a GPU, whole buffers compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import kvraw
+from kvraw.adapters import tensors, vllm
+from tests.helpers.torch_like import TorchLike
+
+BLOCKS = 20
+
+
+@pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def w(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
+    tensors.errors_of[0].clear()
+    if request.param == "cpu":
+        yield TorchLike(None)
+        return
+    request.getfixturevalue("gpu" if request.param == "gpu" else "fake")
+    made = TorchLike(0).install(monkeypatch)
+    yield made
+    made.synchronize()
+
+
+WAYS = [("device", "pinned"), ("pinned", "device"), ("device", "device"), ("device", "host"), ("host", "device")]
+
+
+def sides(w: TorchLike, kinds: tuple[str, str], nbytes: int) -> list[tuple[np.ndarray, object]]:
+    rng = np.random.default_rng(0)
+    kinds = kinds if w.stream is not None else ("host", "host")
+    arrays = [rng.integers(0, 256, (BLOCKS, nbytes), dtype=np.uint8) for _ in kinds]
+    return [(a, w.put(kind, a)) for kind, a in zip(kinds, arrays, strict=True)]
+
+
+@pytest.mark.parametrize("nbytes", [1, 48, 4096, 65536])
+@pytest.mark.parametrize("kinds", WAYS)
+def test_blocks(w: TorchLike, kinds: tuple[str, str], nbytes: int) -> None:
+    (a, src), (b, dst) = sides(w, kinds, nbytes)
+    mapping = np.array([[3, 0], [4, 1], [19, 7], [0, 19]])
+    vllm.swap_blocks(src, dst, nbytes, w.put("host", mapping))
+    vllm.swap_blocks(src, dst, nbytes, w.put("host", np.zeros((0, 2), np.int64)))
+    b[mapping[:, 1]] = a[mapping[:, 0]]
+    for array, tensor in ((a, src), (b, dst)):
+        np.testing.assert_array_equal(w.take(tensor), array)  # type: ignore[arg-type]
+    with pytest.raises(kvraw.BoundsError, match=r"block_mapping\[:, 1\]\[0\] is 20, must be in \[0, 20\)"):
+        vllm.swap_blocks(src, dst, nbytes, w.put("host", np.array([[0, 20]])))
+    with pytest.raises(kvraw.LayoutError, match=r"block_mapping has shape \(2,\)"):
+        vllm.swap_blocks(src, dst, nbytes, w.put("host", np.array([0, 1])))
+
+
+@pytest.mark.parametrize("sizes", ["one", "three", "many"])
+@pytest.mark.parametrize("kinds", WAYS)
+def test_batch(w: TorchLike, kinds: tuple[str, str], sizes: str) -> None:
+    (a, src), (b, dst) = sides(w, kinds, 512)
+    rng = np.random.default_rng(1)
+    reads, writes = rng.permutation(BLOCKS)[:12], rng.permutation(BLOCKS)[:12]
+    length = {"one": np.full(12, 512), "three": np.arange(12) % 3 * 100, "many": np.arange(12) * 37}[sizes]
+    address = [t.data_ptr() + 512 * at for t, at in ((src, reads), (dst, writes))]  # type: ignore[attr-defined]
+    given = [w.put("host", np.array(x, np.int64)) for x in (*address, length)]
+    vllm.swap_blocks_batch(*given, is_src_access_order_any=True)
+    for x, y, n in zip(reads, writes, length, strict=True):
+        b[y, :n] = a[x, :n]
+    for array, tensor in ((a, src), (b, dst)):
+        np.testing.assert_array_equal(w.take(tensor), array)  # type: ignore[arg-type]
+
+
+def test_batch_checks(w: TorchLike) -> None:
+    none, one, two = (w.put("host", np.arange(n)) for n in (0, 1, 2))
+    vllm.swap_blocks_batch(none, none, none)
+    with pytest.raises(kvraw.BoundsError, match="have 1, 2 and 1 entries"):
+        vllm.swap_blocks_batch(one, two, one)
+    with pytest.raises(kvraw.BoundsError, match=r"sizes\[0\] is -1"):
+        vllm.swap_blocks_batch(one, one, w.put("host", np.array([-1])))
+    with pytest.raises(RuntimeError, match="sizes must be an int64 tensor on the CPU"):
+        vllm.swap_blocks_batch(one, one, w.put("host", np.zeros(1, np.int32)))
+
+
+def test_small_blocks_take_the_kernel_and_large_ones_the_copy_engine(
+    fake: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = TorchLike(0).install(monkeypatch)
+    for nbytes, used in ((4096, "launch"), (32 << 20, "memcpy_batch_async")):
+        src, dst = w.empty("device", (2, nbytes)), w.empty("pinned", (2, nbytes))
+        given = [[t.data_ptr(), t.data_ptr() + nbytes] for t in (src, dst)]
+        before = fake.calls[used]  # type: ignore[attr-defined]
+        vllm.swap_blocks_batch(*(w.put("host", np.array(x)) for x in (given[0], given[1][::-1], [nbytes] * 2)))
+        assert fake.calls[used] == before + 1  # type: ignore[attr-defined]
+        w.synchronize()
