@@ -126,10 +126,6 @@ class CudaDriver:
         """Undo `context_push`."""
         self._do("cuCtxPopCurrent")
 
-    def pci_bus_id(self, device: int) -> str:
-        """PCI address of a device, such as ``0000:29:00.0``."""
-        return str(self._do("cuDeviceGetPCIBusId", 32, self._device(device)).split(b"\0")[0].decode())
-
     def primary_retain(self, device: int) -> int:
         """Retain the primary context of a device."""
         return int(self._do("cuDevicePrimaryCtxRetain", self._device(device)))

@@ -147,6 +147,8 @@ class FakeDriver(FakeStreams):
         return 1 << 30
 
     def device_pci_address(self, device: int) -> str:
+        if not 0 <= device < self.devices:
+            raise self._error("CUDA_ERROR_INVALID_VALUE", "device_pci_address", f"{device}")
         return f"0000:0{device}:00.0"
 
     def primary_active(self, device: int) -> bool:
@@ -166,11 +168,6 @@ class FakeDriver(FakeStreams):
     def context_pop(self) -> None:
         self._here("context_pop")
         self._stack().pop()
-
-    def pci_bus_id(self, device: int) -> str:
-        if not 0 <= device < self.devices:
-            raise self._error("CUDA_ERROR_INVALID_VALUE", "pci_bus_id", f"{device}")
-        return f"0000:{device:02x}:0a.0"
 
     def stream_context(self, stream: int) -> int:
         found = self._need(self._streams, stream, "stream_context")

@@ -202,4 +202,4 @@ def get_gpu_pci_bus_id(device_id: int = 0) -> str | None:
         return None
     if device_id < 0:
         raise DriverError("CUDA_ERROR_INVALID_DEVICE", 101, "cuDeviceGetPCIBusId", f"device {device_id}")
-    return found.pci_bus_id(device_id).upper()
+    return found.device_pci_address(device_id).upper()
