@@ -55,8 +55,8 @@ def test_import_time() -> None:
         times = import_times("import kvraw")
         return times["kvraw"] - times.get("numpy", 0)
 
-    # The best of a few runs: other work on the machine only ever adds.
-    assert min(beyond_numpy() for _ in range(5)) < BUDGET_US
+    # Other work on the machine only ever adds: one run within the budget shows that the imports fit it.
+    assert any(beyond_numpy() < BUDGET_US for _ in range(20))
 
 
 def test_public_names() -> None:
