@@ -22,7 +22,7 @@ from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.leaks import nothing_left
 
 MIB = 1 << 20
-SIZE = 16 * MIB
+SIZE = 64 * MIB
 STEP = 2 * MIB
 RESULT = "CUDA_ERROR_OUT_OF_MEMORY"
 KINDS = ["anonymous", "shared"]

@@ -18,7 +18,7 @@ from kvraw.runtime import libc, shm
 from kvraw.runtime.host_map import HostOptions
 from tests.helpers.leaks import nothing_left
 
-SIZE = 24 << 20  # above the stacks of threads
+SIZE = 64 << 20
 SHM = Path("/dev/shm")
 SHARED = HostOptions(kind="shared")
 
