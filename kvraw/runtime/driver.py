@@ -130,10 +130,6 @@ class CudaDriver:
         """Retain the primary context of a device."""
         return int(self._do("cuDevicePrimaryCtxRetain", self._device(device)))
 
-    def primary_release(self, device: int) -> None:
-        """Release what `primary_retain` took."""
-        self._do("cuDevicePrimaryCtxRelease", self._device(device))
-
     def primary_active(self, device: int) -> bool:
         """Whether the primary context of a device exists; makes none."""
         return bool(self._do("cuDevicePrimaryCtxGetState", self._device(device))[1])

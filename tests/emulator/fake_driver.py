@@ -178,9 +178,6 @@ class FakeDriver(FakeStreams):
         self._contexts[handle] = device
         return handle
 
-    def primary_release(self, device: int) -> None:
-        self._contexts.pop(0x100 + device)
-
     # memory
 
     def _keep(self, block: _Block) -> int:

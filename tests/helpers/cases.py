@@ -70,8 +70,6 @@ class Laid:
     chunks: Arena
     paged_after: np.ndarray
     chunks_after: np.ndarray
-    tensor_strides: tuple[int, ...]
-    tensor_shape: tuple[int, ...]
     chunk_bytes: int
     block_stride: int
 
@@ -85,8 +83,7 @@ def lay(case: Case) -> Laid:
     block_stride = 0
     if case.pad:
         assert case.format in oracle.PADDABLE
-        flat = shape[0] != s.nb
-        assert not flat
+        assert shape[0] == s.nb
         strides[0] += case.pad
         block_stride = strides[0]
     extent = sum((n - 1) * st for n, st in zip(shape, strides, strict=True)) + 1 if min(shape) else 0
@@ -107,7 +104,7 @@ def lay(case: Case) -> Laid:
         list(case.ids),
         case.skip,
     )
-    return Laid(case, paged, chunks, paged_after, chunks_after, tuple(strides), shape, chunk_bytes, block_stride)
+    return Laid(case, paged, chunks, paged_after, chunks_after, chunk_bytes, block_stride)
 
 
 def _ids(rng: np.random.Generator, count: int, bound: int) -> tuple[int, ...]:

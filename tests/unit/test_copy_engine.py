@@ -12,7 +12,7 @@ from kvraw.arrays import IndexVector
 from kvraw.engines import copy_engine, reference
 from kvraw.engines.copy_engine import Descriptors
 from kvraw.engines.operands import Operands
-from kvraw.layout import Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
+from kvraw.layout import CacheLayout, Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.world import World
 
@@ -38,9 +38,8 @@ def pairs(d: Descriptors) -> set[tuple[int, int]]:
 def test_describe_is_the_formula(format: int, by: str, layout: str, ids: list[int], first: int) -> None:
     row = find_format(format)
     geometry = Geometry(2, 6, 2, 2, 3, 1, planes=row.planes)
-    paged = kvraw.PagedCache.from_pointers(
-        [(k + 1) << 32 for k in range(64)][: kvraw_pointers(row, geometry)], format, geometry
-    )
+    count = CacheLayout(row, geometry).pointers
+    paged = kvraw.PagedCache.from_pointers([(k + 1) << 32 for k in range(count)], format, geometry)
     side, flat = paged.layout.side(by), chunk_side(find_chunk_layout(layout), geometry, 4, by)
     plan = copy_plan(geometry, side, flat, by)
     values = np.array(ids if by == "slot" else [abs(i) for i in ids], np.int64)
@@ -53,12 +52,6 @@ def test_describe_is_the_formula(format: int, by: str, layout: str, ids: list[in
     if len(set(values.tolist())) == len(values):
         assert pairs(got) == pairs(want) == pairs(copy_engine.merge(got))
     assert len(copy_engine.merge(got)) <= len(got)
-
-
-def kvraw_pointers(row: object, geometry: Geometry) -> int:
-    from kvraw.layout import CacheLayout
-
-    return CacheLayout(row, geometry).pointers  # type: ignore[arg-type]
 
 
 def of(*rows: tuple[int, int, int]) -> Descriptors:
@@ -128,11 +121,8 @@ def test_neighbours_go_as_one(fake: FakeDriver) -> None:
     world = World(0)
     kvraw.store(world.cache, world.chunks, [8, 9, 10, 11], stream=world.stream, engine="copy").wait()
     np.testing.assert_array_equal(world.chunk(0), world.paged[:, :, 8:12].transpose(1, 0, 2, 3, 4, 5))
-    source, sizes = copy_engine.describe, []
-    assert source is not None
     plan = kvraw.TransferPlan(world.cache, "store", chunk_tokens=16).plan
     ends = Operands(world.cache.bases, IndexVector(np.arange(8, 12), 0, 4)), Operands(np.array([1 << 20], np.uint64))
     merged = copy_engine.merge(copy_engine.describe(plan, *ends, 0, 4))
-    sizes = merged.sizes.tolist()
-    assert sizes == [4 * plan.run_bytes] * plan.runs_per_item
+    assert merged.sizes.tolist() == [4 * plan.run_bytes] * plan.runs_per_item
     world.close()

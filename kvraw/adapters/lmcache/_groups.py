@@ -19,24 +19,27 @@ from kvraw.prepared import Copy, DeviceTable, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import PinnedBuffer
-from kvraw.runtime.stream import Stream
 
 __all__ = ["execute_object_group_transfer"]
 
 _bits: dict[tuple[int, int, int], int] = {}
 
 
-def _table_bits(address: int, entries: int, device: int, capturing: bool) -> int:
-    """The bits that are set in any address of a table on the device: read at its first use, to tell the alignment."""
+def _table_bits(address: int, entries: int, device: int, stream: int | None) -> int:
+    """The bits that are set in any address of a table on the device, to tell the alignment.
+
+    The table is read once, behind what the stream was given, which may still be writing it; the host waits for that.
+    Without a stream (a capture is in progress) an unknown table is taken as aligned to 8 bytes.
+    """
     key = (device, address, entries)
-    if key not in _bits and not capturing:
-        with Stream(device) as stream, PinnedBuffer(entries * 8, device) as copy:
-            driver().memcpy_async(copy.address, address, entries * 8, stream.handle)
-            stream.synchronize()
+    if key not in _bits and stream is not None:
+        with PinnedBuffer(entries * 8, device) as copy:
+            driver().memcpy_async(copy.address, address, entries * 8, stream)
+            driver().stream_synchronize(stream)
             _bits[key] = int(np.bitwise_or.reduce(_words(copy.address, entries))) % 16
         if len(_bits) > 4096:
             _bits.pop(next(iter(_bits)))
-    return _bits.get(key, 0)
+    return _bits.get(key, 8)
 
 
 def _words(address: int, count: int) -> U64:
@@ -46,7 +49,7 @@ def _words(address: int, count: int) -> U64:
 class _Group:
     """A kernel group made ready for its launches."""
 
-    def __init__(self, at: int, spec: KernelGroupSpec, to_host: bool, device: int | None, capturing: bool) -> None:
+    def __init__(self, at: int, spec: KernelGroupSpec, to_host: bool, device: int | None, stream: int | None) -> None:
         d, number = spec.shape_desc, format_of(spec.engine_kv_format)
         self.at, self.spec, self.to_host, self.device = at, spec, to_host, device
         tokens, self.block_size = int(spec.lmcache_chunk_size), int(d.bs)
@@ -63,14 +66,14 @@ class _Group:
         shape = from_pointers(number, np.ones(2 * max(c.layers, 1), np.uint64), c, int(d.kv_size), device)
         self.per_object, self.layers = tokens // self.block_size, shape.geometry.layers
         self.copies = shape.copies("block", to_host, lambda part: object_side(part, self.layers, tokens), tokens)
-        self.tables = self._tables(shape, capturing)
+        self.tables = self._tables(shape, stream)
         found = reach(spec.lmcache_objects_ptrs, 1, device)
         self.objects = [
             Reached(found.host + np.uint64(part.at), found.seen + np.uint64(part.at), found.link)
             for part in shape.parts
         ]
 
-    def _tables(self, shape: Paged, capturing: bool) -> list[Any]:
+    def _tables(self, shape: Paged, stream: int | None) -> list[Any]:
         entries = len(shape.addresses)
         if not self.spec.paged_buffer_ptrs:
             raise ArgumentError(f"kernel group {self.at}: paged_buffer_ptrs is null")
@@ -80,7 +83,7 @@ class _Group:
             return [Reached(b, b, False) for b in bases]
         if len(shape.parts) > 1:
             raise ArgumentError(f"kernel group {self.at}: the format takes several layouts, which a plan cannot hold")
-        bits = _table_bits(self.spec.paged_buffer_ptrs, entries, self.device, capturing)
+        bits = _table_bits(self.spec.paged_buffer_ptrs, entries, self.device, stream)
         return [DeviceTable(self.spec.paged_buffer_ptrs, entries, bits)]
 
     def launches(self, launch: Any) -> list[tuple[PreparedCopy, Any, Any, int, dict[str, Any]]]:
@@ -144,14 +147,15 @@ def execute_object_group_transfer(
     to_host, where = direction_of(direction), device_index(device)
     alignment = check_alignment(host_buffer_alignment)
     if where is None:
-        _run(_plan(to_host, None, kernel_group_specs, batch_steps, False, copy_on_host, alignment))
+        _run(_plan(to_host, None, kernel_group_specs, batch_steps, None, copy_on_host, alignment))
         return
     with DeviceScope(where):
         stream = current_stream(where)
         raise_seen(where, stream)
         capturing = driver().stream_capturing(stream)
         state = device_state(where)
-        work = _plan(to_host, where, kernel_group_specs, batch_steps, capturing, None, alignment)
+        reading = None if capturing else stream
+        work = _plan(to_host, where, kernel_group_specs, batch_steps, reading, None, alignment)
         operation = state.books.begin(stream, captured=capturing)
         try:
             for kind, args in work:
@@ -172,12 +176,12 @@ def _plan(
     device: int | None,
     specs: Sequence[KernelGroupSpec],
     steps: Sequence[BatchStep],
-    capturing: bool,
+    stream: int | None,
     copy: Callable[[int, int, int], None] | None,
     alignment: int,
 ) -> list[tuple[str, Any]]:
     """Everything that the plan does, in order, checked."""
-    groups = [_Group(at, spec, to_host, device, capturing) for at, spec in enumerate(specs)]
+    groups = [_Group(at, spec, to_host, device, stream) for at, spec in enumerate(specs)]
     work: list[tuple[str, Any]] = []
     for step in steps:
         staging: list[tuple[str, Any]] = []
