@@ -167,7 +167,7 @@ def driver_calls(device: int, pace: Pace, tick: Tick) -> list[Row]:
         block, kernel = ArgumentBlock(ka.ARGS), copy_kernel(16)  # no segments: the kernel does nothing
         calls: dict[str, Callable[[], object]] = {
             "nothing, in Python": lambda: None,
-            "cuCtxGetCurrent": d.context_current,
+            "cuCtxGetDevice": d.context_device,
             "cuStreamIsCapturing": lambda: d.stream_capturing(stream.handle),
             "cuEventQuery": lambda: d.event_done(event),
             "cuEventRecord": lambda: d.event_record(other, stream.handle),

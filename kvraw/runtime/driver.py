@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
+from kvraw.runtime.entry_points import ASKED, Asked, BatchAttributes, EntryPoints
 
 __all__ = ["CudaDriver", "PointerInfo", "driver", "driver_if", "driver_or_none", "install", "usable_here"]
 
@@ -26,8 +27,7 @@ _HOST, _DEVICE, _ARRAY, _UNIFIED = 1, 2, 3, 4
 # CUstreamCaptureStatus
 _CAPTURE_NONE = 0
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
-# CUmemcpySrcAccessOrder
-_ORDER_STREAM = 1
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,6 @@ class PointerInfo:
     device_address: int
     base: int
     size: int
-
-
-class _BatchAttributes(ctypes.Structure):
-    # CUmemcpyAttributes: order, two locations (type, id), flags; 24 bytes.
-    _fields_ = [(name, ctypes.c_int) for name in ("order", "src_type", "src_id", "dst_type", "dst_id", "flags")]
 
 
 class CudaDriver:
@@ -67,7 +62,10 @@ class CudaDriver:
         if self.device_count() == 0:
             raise DriverNotFoundError("the CUDA driver sees no device")
         self._attribute = cu.CUdevice_attribute
-        self._batch: Any = None
+        a = cu.CUpointer_attribute
+        wanted = [getattr(a, f"CU_POINTER_ATTRIBUTE_{name}").value for name in ASKED]
+        self._asked = (ctypes.c_int * len(wanted))(*wanted)
+        self._fast = EntryPoints(self._address)
 
     def _do(self, name: str, *args: Any) -> Any:
         """Call a driver function; the values behind its result code, or a `DriverError`."""
@@ -76,7 +74,13 @@ class CudaDriver:
             self._fail(name, result[0])
         return result[1] if len(result) == 2 else result[1:]
 
-    def _fail(self, name: str, code: Any) -> NoReturn:
+    def _address(self, name: str, version: int) -> int:
+        """Address of a driver function, in the form of a CUDA version; 0 where there is none."""
+        result = self._cu.cuGetProcAddress(name.encode(), version, 0)
+        return 0 if result[0] else int(result[1] or 0)
+
+    def _fail(self, name: str, result: Any) -> NoReturn:
+        code = self._cu.CUresult(result)
         detail = self._cu.cuGetErrorString(code)[1]
         raise DriverError(code.name, int(code), name, detail.decode() if detail else "")
 
@@ -110,13 +114,15 @@ class CudaDriver:
     def _device(self, device: int) -> Any:
         return self._do("cuDeviceGet", device)
 
-    def context_current(self) -> int:
-        """Handle of the calling thread's context; 0 where there is none."""
-        return int(self._do("cuCtxGetCurrent"))
-
     def context_device(self) -> int:
-        """Device of the current context."""
-        return int(self._do("cuCtxGetDevice"))
+        """Device of the current context; -1 where there is none."""
+        found = ctypes.c_int()
+        code = self._fast.context_device(ctypes.byref(found))
+        if code:
+            if code == _INVALID_CONTEXT:
+                return -1
+            self._fail("cuCtxGetDevice", code)
+        return found.value
 
     def context_push(self, context: int) -> None:
         """Make a context current."""
@@ -164,18 +170,22 @@ class CudaDriver:
 
     def host_device_address(self, address: int) -> int:
         """Address at which the current context's device sees pinned host memory."""
-        return int(self._do("cuMemHostGetDevicePointer", address, 0))
+        found = ctypes.c_uint64()
+        code = self._fast.host_device_address(ctypes.byref(found), address, 0)
+        if code:
+            self._fail("cuMemHostGetDevicePointer", code)
+        return found.value
 
     def pointer_info(self, address: int) -> PointerInfo | None:
         """What the driver knows of an address; None for pageable host memory."""
-        a = self._cu.CUpointer_attribute
-        names = ("MEMORY_TYPE", "IS_MANAGED", "DEVICE_ORDINAL", "DEVICE_POINTER", "RANGE_START_ADDR", "RANGE_SIZE")
-        wanted = [getattr(a, f"CU_POINTER_ATTRIBUTE_{name}") for name in names]
-        kind, managed, device, mapped, base, size = self._do("cuPointerGetAttributes", len(wanted), wanted, address)
-        if int(kind) not in (_HOST, _DEVICE, _UNIFIED):
+        found = Asked()
+        code = self._fast.pointer_attributes(len(ASKED), self._asked, found.places(), address)
+        if code:
+            self._fail("cuPointerGetAttributes", code)
+        if found.kind not in (_HOST, _DEVICE, _UNIFIED):
             return None
-        name = "managed" if managed else "host" if int(kind) == _HOST else "device"
-        return PointerInfo(name, int(device), int(mapped or 0), int(base or 0), int(size))
+        name = "managed" if found.managed else "host" if found.kind == _HOST else "device"
+        return PointerInfo(name, found.device, found.mapped or 0, found.base or 0, found.size)
 
     # streams and events
 
@@ -198,11 +208,17 @@ class CudaDriver:
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Make a stream wait for an event."""
-        self._do("cuStreamWaitEvent", stream, event, 0)
+        code = self._fast.stream_wait_event(stream, event, 0)
+        if code:
+            self._fail("cuStreamWaitEvent", code)
 
     def stream_capturing(self, stream: int) -> bool:
         """Whether a capture is in progress on a stream."""
-        return int(self._do("cuStreamIsCapturing", stream)) != _CAPTURE_NONE
+        status = ctypes.c_int()
+        code = self._fast.stream_capturing(stream, ctypes.byref(status))
+        if code:
+            self._fail("cuStreamIsCapturing", code)
+        return status.value != _CAPTURE_NONE
 
     def event_create(self, timing: bool = False) -> int:
         """An event, without timing unless asked."""
@@ -216,17 +232,17 @@ class CudaDriver:
 
     def event_record(self, event: int, stream: int) -> None:
         """Record an event on a stream."""
-        (code,) = self._cu.cuEventRecord(event, stream)
+        code = self._fast.event_record(event, stream)
         if code:
             self._fail("cuEventRecord", code)
 
     def event_done(self, event: int) -> bool:
         """Whether an event was reached."""
-        result = self._cu.cuEventQuery(event)[0]
-        if result == _NOT_READY:
+        code = self._fast.event_query(event)
+        if code == _NOT_READY:
             return False
-        if result:
-            self._fail("cuEventQuery", result)
+        if code:
+            self._fail("cuEventQuery", code)
         return True
 
     def event_synchronize(self, event: int) -> None:
@@ -241,7 +257,9 @@ class CudaDriver:
 
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """One copy between any two addresses, on a stream."""
-        self._do("cuMemcpyAsync", dst, src, nbytes, stream)
+        code = self._fast.memcpy_async(dst, src, nbytes, stream)
+        if code:
+            self._fail("cuMemcpyAsync", code)
 
     def memcpy_2d_async(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
@@ -259,16 +277,7 @@ class CudaDriver:
 
     def batch_supported(self) -> bool:
         """Whether this driver has ``cuMemcpyBatchAsync`` (12.8 and newer)."""
-        if self._batch is None:
-            # Version 12080 asks for the nine-argument form, with the failing index, of every driver that has the call.
-            code, address, _ = self._cu.cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
-            pointer = ctypes.c_void_p
-            form = ctypes.CFUNCTYPE(
-                ctypes.c_int,
-                *(pointer, pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_size_t, pointer, pointer),
-            )
-            self._batch = form(int(address)) if not code and address else False
-        return self._batch is not False
+        return self._fast.memcpy_batch_async is not None
 
     def memcpy_batch_async(self, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray, stream: int) -> None:
         """All copies of three uint64 vectors in one call, in stream order, unordered among themselves.
@@ -277,9 +286,9 @@ class CudaDriver:
         """
         if not self.batch_supported():
             raise UnsupportedDriverError(f"cuMemcpyBatchAsync needs a CUDA 12.8 driver, this one is {self.version()}")
-        attributes = _BatchAttributes(order=_ORDER_STREAM)
+        attributes = BatchAttributes.in_order()
         start, failed = ctypes.c_size_t(0), ctypes.c_size_t(2**64 - 1)
-        code = self._batch(
+        code = self._fast.memcpy_batch_async(
             dst.ctypes.data,
             src.ctypes.data,
             sizes.ctypes.data,
@@ -310,7 +319,7 @@ class CudaDriver:
 
     def launch(self, kernel: int, ctas: int, threads: int, stream: int, params: int) -> None:
         """Launch a kernel; `params` is the address of an array of argument addresses, read during the call."""
-        (code,) = self._cu.cuLaunchKernel(kernel, ctas, 1, 1, threads, 1, 1, 0, stream, params, 0)
+        code = self._fast.launch(kernel, ctas, 1, 1, threads, 1, 1, 0, stream, params, None)
         if code:
             self._fail("cuLaunchKernel", code)
 

@@ -154,12 +154,9 @@ class FakeDriver(FakeStreams):
     def primary_active(self, device: int) -> bool:
         return 0x100 + device in self._contexts
 
-    def context_current(self) -> int:
-        stack = self._stack()
-        return stack[-1] if stack else 0
-
     def context_device(self) -> int:
-        return self._here("context_device")
+        stack = self._stack()
+        return self._contexts[stack[-1]] if stack else -1
 
     def context_push(self, context: int) -> None:
         self._need(self._contexts, context, "context_push")
