@@ -216,7 +216,7 @@ class GpuPlan:
         end = call.first + call.count
         if chunks:
             staged, ring = self._stage(state)
-            staged.enqueue(state, ring, operation, call.index, call.host_chunks, chunk, chunks, call.edges)
+            staged.enqueue(state, ring, operation, call.index, call.host_chunks, call.chunks, chunk, chunks, call.edges)
         # What is not a whole chunk: the ends, by the kernel, straight to or from the chunks.
         inner = (chunk * self._per_chunk, (chunk + chunks) * self._per_chunk) if chunks else (end, end)
         src, dst = self._sides(call.index, call.chunks)

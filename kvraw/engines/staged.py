@@ -27,7 +27,8 @@ from kvraw.runtime.register import boundaries
 __all__ = ["StagedPlan"]
 
 _FEW = 4  # copies that are enqueued one by one sooner than as a batch
-# The link waits while the first slot of a store is packed, and the last of a load unpacked: that one is a small one.
+# A share of a slot: so much goes straight between cache and chunks while the first slot is on its way, so that the link
+# never waits; and the last slot of a load, whose unpacking nothing else overlaps, holds no more.
 _SMALL_SHARE = 8
 
 _Box = dict[str, tuple[int, int]]  # first and count along each axis of a chunk
@@ -86,7 +87,7 @@ class StagedPlan:
         self._step = self._axis_steps()
         whole = self._slice({"plane": (0, plan.planes), "layer": (0, plan.layers), "item": (0, self._per_chunk)})
         self._slices = [whole] if self.chunks_per_slot else list(self._cut(whole, slot_bytes))
-        self._split: dict[int, tuple[_Slice, _Slice]] = {}  # by the slice's position
+        self._split: dict[tuple[int, bool], tuple[_Slice, _Slice]] = {}
 
     def _chunk_side(self, plan: CopyPlan) -> Side:
         return plan.dst if self._store else plan.src
@@ -137,24 +138,40 @@ class StagedPlan:
             part = self._slice({**piece.box, axis: (at, min(fit, first + count - at))})
             yield from self._cut(part, slot_bytes)
 
-    def _halves(self, at: int) -> tuple[_Slice, _Slice] | None:
-        """A slice as two contiguous ones, of which the first (of a load: the last) is small; None: it is small."""
+    def _halves(self, at: int, front: bool) -> tuple[_Slice, _Slice] | None:
+        """A slice as two contiguous ones, the first of them (or the last) small; None: it is small, or one row."""
         piece = self._slices[at]
         axis = self._outermost(piece)
         if axis is None or piece.nbytes < 2 * self._small:
             return None
-        if at not in self._split:
+        if (at, front) not in self._split:
             first, count = piece.box[axis]
             few = max(1, self._small // (piece.nbytes // count))
-            middle = few if self._store else count - few
-            self._split[at] = (
+            middle = few if front else count - few
+            self._split[at, front] = (
                 self._slice({**piece.box, axis: (first, middle)}),
                 self._slice({**piece.box, axis: (first + middle, count - middle)}),
             )
-        return self._split[at]
+        return self._split[at, front]
 
-    def _steps(self, first_chunk: int, chunks: int) -> list[_Step]:
-        """What goes through the slots one after the other."""
+    def _part(self, steps: list[_Step], front: bool) -> None:
+        """Part a small step from the first (or the last) of these."""
+        at = 0 if front else len(steps) - 1
+        piece, chunk, many = steps[at]
+        if many > 1:
+            if many * piece.nbytes < 2 * self._small:
+                return
+            few = max(1, self._small // piece.nbytes)
+            middle = few if front else many - few
+            steps[at : at + 1] = [_Step(piece, chunk, middle), _Step(piece, chunk + middle, many - middle)]
+            at = 0 if front else len(steps) - 1
+            piece, chunk, many = steps[at]
+        halves = self._halves(0 if front else -1, front) if many == 1 else None
+        if halves:
+            steps[at : at + 1] = [_Step(half, chunk, 1) for half in halves]
+
+    def _steps(self, first_chunk: int, chunks: int) -> tuple[_Step | None, list[_Step]]:
+        """What goes straight, and what goes through the slots one after the other."""
         group = max(1, self.chunks_per_slot)
         end = first_chunk + chunks
         steps = [
@@ -162,20 +179,13 @@ class StagedPlan:
             for chunk in range(first_chunk, end, group)
             for piece in self._slices
         ]
-        at = 0 if self._store else -1
-        piece, chunk, many = steps[at]
-        if many > 1 and many * piece.nbytes >= 2 * self._small:
-            few = max(1, self._small // piece.nbytes)
-            middle = few if self._store else many - few
-            steps[at : at + 1 or None] = [
-                _Step(piece, chunk, middle),
-                _Step(piece, chunk + middle, many - middle),
-            ]
-            piece, chunk, many = steps[at]
-        halves = self._halves(0 if self._store else len(self._slices) - 1) if many == 1 else None
-        if halves:
-            steps[at : at + 1 or None] = [_Step(half, chunk, 1) for half in halves]
-        return steps
+        self._part(steps, True)
+        lead = None
+        if len(steps) > 1 and steps[0].piece.nbytes * steps[0].chunks <= 2 * self._small:
+            lead = steps.pop(0)
+        if not self._store and len(steps) > 1:
+            self._part(steps, False)
+        return lead, steps
 
     def enqueue(
         self,
@@ -184,6 +194,7 @@ class StagedPlan:
         operation: Operation,
         index: IndexVector,
         addresses: U64,
+        seen: U64,
         first_chunk: int,
         chunks: int,
         edges: tuple[int, ...],
@@ -191,56 +202,63 @@ class StagedPlan:
         """Enqueue whole chunks `first_chunk` to `first_chunk + chunks`; returns the slots used.
 
         The operation's stream waits for all of it. Indices are on the host; `addresses` are the chunks' as the host
-        sees them, and no copy spans one of `edges`. The device's context is current.
+        sees them, `seen` as the device does, and no copy spans one of `edges`. The device's context is current.
         """
-        stream, copies = operation.stream, ring.copies.handle
+        stream, copies, packs = operation.stream, ring.copies.handle, ring.packs.handle
+        writer, reader = (packs, copies) if self._store else (copies, stream)
+        d, books = state.owner, state.books
         with ring.lock:
-            operation.enqueued += [stream, copies]
-            if not self._store:
-                start = state.books.take_event()
-                operation.then(functools.partial(state.books.give_event, start))
-                driver().event_record(start, stream)
-                driver().stream_wait_event(copies, start)
+            operation.enqueued += [stream, copies, packs]
+            start = books.take_event()
+            operation.then(functools.partial(books.give_event, start))
+            d.event_record(start, stream)
+            d.stream_wait_event(writer, start)
+            lead, steps = self._steps(first_chunk, chunks)
+            if lead is not None:
+                at = [int(a) + lead.piece.offset for a in seen[lead.chunk : lead.chunk + lead.chunks]]
+                self._kernel(state, operation, lead, at, index, stream, link=True)
             slot = None
             places = addresses.tolist()
             low, high = addresses.min(), addresses.max() + np.uint64(self._chunk_bytes)
             plain = not len(boundaries(np.array([low]), np.array([high - low]), edges)[0])
-            steps = self._steps(first_chunk, chunks)
-            writer, reader = (stream, copies) if self._store else (copies, stream)
-            for piece, chunk, many in steps:
+            for step in steps:
+                piece, chunk, many = step
                 slot = ring.next()
                 slot.acquire(writer)
-                for side in (0, 1) if self._store else (1, 0):
-                    if side == 0:
-                        self._pack(state, operation, piece, slot.address, index, chunk, many)
+                at = [slot.address + k * self._chunk_bytes for k in range(many)]
+                for pack in (True, False) if self._store else (False, True):
+                    if pack:
+                        self._kernel(state, operation, step, at, index, packs if self._store else stream, link=False)
                     else:
                         self._move(piece, slot.address, places[chunk : chunk + many], None if plain else edges, copies)
-                    if side == (0 if self._store else 1):
+                    if pack is self._store:
                         slot.hand_over(writer, reader)
                 slot.release(reader)
             if self._store and slot is not None:
-                driver().stream_wait_event(stream, slot.free)
+                d.stream_wait_event(stream, slot.free)
         return len(steps)
 
-    def _pack(
+    def _kernel(
         self,
         state: DeviceState,
         operation: Operation,
-        piece: _Slice,
-        slot: int,
+        step: _Step,
+        addresses: list[int],
         index: IndexVector,
-        chunk: int,
-        chunks: int,
+        stream: int,
+        *,
+        link: bool,
     ) -> None:
+        """Enqueue the copy of a step between the cache and the addresses where its bytes of each chunk lie."""
         assert index.host is not None
+        piece, chunk, chunks = step
         begin = chunk * self._per_chunk
         ids = index.host[begin : begin + chunks * self._per_chunk]
         paged = Operands(piece.paged_bases, IndexVector(ids, 0, len(ids)))
-        at = slot + piece.base
-        bases = np.array([(at + k * self._chunk_bytes) % 2**64 for k in range(chunks)], np.uint64)
-        src, dst = (paged, Operands(bases)) if self._store else (Operands(bases), paged)
+        row = Operands(np.array([(at + piece.base) % 2**64 for at in addresses], np.uint64))
+        src, dst = (paged, row) if self._store else (row, paged)
         count = piece.count if chunks == 1 else chunks * self._per_chunk
-        piece.kernel.enqueue(state, operation, src, dst, piece.first, count, link=False)
+        piece.kernel.enqueue(state, operation, src, dst, piece.first, count, link=link, stream=stream)
 
     def _move(self, piece: _Slice, slot: int, addresses: list[int], edges: tuple[int, ...] | None, stream: int) -> None:
         """Enqueue the large copies of one slot, neighbours as one; `edges` None: nothing is to be cut."""

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
-from kvraw.runtime.entry_points import ASKED, Asked, BatchAttributes, EntryPoints
 
 __all__ = ["CudaDriver", "PointerInfo", "driver", "driver_if", "driver_or_none", "install", "usable_here"]
 
@@ -28,6 +27,8 @@ _HOST, _DEVICE, _ARRAY, _UNIFIED = 1, 2, 3, 4
 _CAPTURE_NONE = 0
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+# CUmemcpySrcAccessOrder
+_ORDER_STREAM = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,15 @@ class PointerInfo:
     device_address: int
     base: int
     size: int
+
+
+class _BatchAttributes(ctypes.Structure):
+    # CUmemcpyAttributes: order, two locations (type, id), flags; 24 bytes.
+    _fields_ = [(name, ctypes.c_int) for name in ("order", "src_type", "src_id", "dst_type", "dst_id", "flags")]
+
+
+# What is asked about an address.
+_ASKED = ("MEMORY_TYPE", "IS_MANAGED", "DEVICE_ORDINAL", "DEVICE_POINTER", "RANGE_START_ADDR", "RANGE_SIZE")
 
 
 class CudaDriver:
@@ -63,9 +73,8 @@ class CudaDriver:
             raise DriverNotFoundError("the CUDA driver sees no device")
         self._attribute = cu.CUdevice_attribute
         a = cu.CUpointer_attribute
-        wanted = [getattr(a, f"CU_POINTER_ATTRIBUTE_{name}").value for name in ASKED]
-        self._asked = (ctypes.c_int * len(wanted))(*wanted)
-        self._fast = EntryPoints(self._address)
+        self._wanted = [getattr(a, f"CU_POINTER_ATTRIBUTE_{name}") for name in _ASKED]
+        self._batch: Any = None
 
     def _do(self, name: str, *args: Any) -> Any:
         """Call a driver function; the values behind its result code, or a `DriverError`."""
@@ -74,13 +83,8 @@ class CudaDriver:
             self._fail(name, result[0])
         return result[1] if len(result) == 2 else result[1:]
 
-    def _address(self, name: str, version: int) -> int:
-        """Address of a driver function, in the form of a CUDA version; 0 where there is none."""
-        result = self._cu.cuGetProcAddress(name.encode(), version, 0)
-        return 0 if result[0] else int(result[1] or 0)
-
     def _fail(self, name: str, result: Any) -> NoReturn:
-        code = self._cu.CUresult(result)
+        code = self._cu.CUresult(int(result))
         detail = self._cu.cuGetErrorString(code)[1]
         raise DriverError(code.name, int(code), name, detail.decode() if detail else "")
 
@@ -116,13 +120,12 @@ class CudaDriver:
 
     def context_device(self) -> int:
         """Device of the current context; -1 where there is none."""
-        found = ctypes.c_int()
-        code = self._fast.context_device(ctypes.byref(found))
+        code, found = self._cu.cuCtxGetDevice()
         if code:
             if code == _INVALID_CONTEXT:
                 return -1
             self._fail("cuCtxGetDevice", code)
-        return found.value
+        return int(found)
 
     def context_push(self, context: int) -> None:
         """Make a context current."""
@@ -170,22 +173,21 @@ class CudaDriver:
 
     def host_device_address(self, address: int) -> int:
         """Address at which the current context's device sees pinned host memory."""
-        found = ctypes.c_uint64()
-        code = self._fast.host_device_address(ctypes.byref(found), address, 0)
+        code, found = self._cu.cuMemHostGetDevicePointer(address, 0)
         if code:
             self._fail("cuMemHostGetDevicePointer", code)
-        return found.value
+        return int(found)
 
     def pointer_info(self, address: int) -> PointerInfo | None:
         """What the driver knows of an address; None for pageable host memory."""
-        found = Asked()
-        code = self._fast.pointer_attributes(len(ASKED), self._asked, found.places(), address)
+        code, found = self._cu.cuPointerGetAttributes(len(_ASKED), self._wanted, address)
         if code:
             self._fail("cuPointerGetAttributes", code)
-        if found.kind not in (_HOST, _DEVICE, _UNIFIED):
+        kind, managed, device, mapped, base, size = found
+        if int(kind) not in (_HOST, _DEVICE, _UNIFIED):
             return None
-        name = "managed" if found.managed else "host" if found.kind == _HOST else "device"
-        return PointerInfo(name, found.device, found.mapped or 0, found.base or 0, found.size)
+        name = "managed" if managed else "host" if int(kind) == _HOST else "device"
+        return PointerInfo(name, int(device), int(mapped or 0), int(base or 0), int(size))
 
     # streams and events
 
@@ -208,17 +210,16 @@ class CudaDriver:
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Make a stream wait for an event."""
-        code = self._fast.stream_wait_event(stream, event, 0)
+        (code,) = self._cu.cuStreamWaitEvent(stream, event, 0)
         if code:
             self._fail("cuStreamWaitEvent", code)
 
     def stream_capturing(self, stream: int) -> bool:
         """Whether a capture is in progress on a stream."""
-        status = ctypes.c_int()
-        code = self._fast.stream_capturing(stream, ctypes.byref(status))
+        code, status = self._cu.cuStreamIsCapturing(stream)
         if code:
             self._fail("cuStreamIsCapturing", code)
-        return status.value != _CAPTURE_NONE
+        return int(status) != _CAPTURE_NONE
 
     def event_create(self, timing: bool = False) -> int:
         """An event, without timing unless asked."""
@@ -232,13 +233,13 @@ class CudaDriver:
 
     def event_record(self, event: int, stream: int) -> None:
         """Record an event on a stream."""
-        code = self._fast.event_record(event, stream)
+        (code,) = self._cu.cuEventRecord(event, stream)
         if code:
             self._fail("cuEventRecord", code)
 
     def event_done(self, event: int) -> bool:
         """Whether an event was reached."""
-        code = self._fast.event_query(event)
+        (code,) = self._cu.cuEventQuery(event)
         if code == _NOT_READY:
             return False
         if code:
@@ -257,7 +258,7 @@ class CudaDriver:
 
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """One copy between any two addresses, on a stream."""
-        code = self._fast.memcpy_async(dst, src, nbytes, stream)
+        (code,) = self._cu.cuMemcpyAsync(dst, src, nbytes, stream)
         if code:
             self._fail("cuMemcpyAsync", code)
 
@@ -277,7 +278,16 @@ class CudaDriver:
 
     def batch_supported(self) -> bool:
         """Whether this driver has ``cuMemcpyBatchAsync`` (12.8 and newer)."""
-        return self._fast.memcpy_batch_async is not None
+        if self._batch is None:
+            # Version 12080 asks for the nine-argument form, with the failing index, of every driver that has the call.
+            code, address, _ = self._cu.cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
+            pointer = ctypes.c_void_p
+            form = ctypes.CFUNCTYPE(
+                ctypes.c_int,
+                *(pointer, pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_size_t, pointer, pointer),
+            )
+            self._batch = form(int(address)) if not code and address else False
+        return self._batch is not False
 
     def memcpy_batch_async(self, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray, stream: int) -> None:
         """All copies of three uint64 vectors in one call, in stream order, unordered among themselves.
@@ -286,9 +296,9 @@ class CudaDriver:
         """
         if not self.batch_supported():
             raise UnsupportedDriverError(f"cuMemcpyBatchAsync needs a CUDA 12.8 driver, this one is {self.version()}")
-        attributes = BatchAttributes.in_order()
+        attributes = _BatchAttributes(order=_ORDER_STREAM)
         start, failed = ctypes.c_size_t(0), ctypes.c_size_t(2**64 - 1)
-        code = self._fast.memcpy_batch_async(
+        code = self._batch(
             dst.ctypes.data,
             src.ctypes.data,
             sizes.ctypes.data,
@@ -319,7 +329,7 @@ class CudaDriver:
 
     def launch(self, kernel: int, ctas: int, threads: int, stream: int, params: int) -> None:
         """Launch a kernel; `params` is the address of an array of argument addresses, read during the call."""
-        code = self._fast.launch(kernel, ctas, 1, 1, threads, 1, 1, 0, stream, params, None)
+        (code,) = self._cu.cuLaunchKernel(kernel, ctas, 1, 1, threads, 1, 1, 0, stream, params, 0)
         if code:
             self._fail("cuLaunchKernel", code)
 
