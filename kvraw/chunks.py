@@ -147,7 +147,10 @@ class ChunkRow:
         for at, chunk in enumerate(self.owners):
             if at not in foreign:
                 addresses[at] = chunk.address + chunk.pool.device_shift
-        rest = np.array(list(foreign), np.int64)
+        # A tensor that says which device holds it is believed.
+        rest = np.array([at for at, where in foreign.items() if where != device], np.int64)
+        if not len(rest):
+            return addresses, link
         found = locate_all(addresses[rest], self.nbytes)
         if found.pageable:
             at = int(rest[np.argmin(found.seen != 0)])

@@ -74,6 +74,7 @@ class CudaDriver:
         self._attribute = cu.CUdevice_attribute
         a = cu.CUpointer_attribute
         self._wanted = [getattr(a, f"CU_POINTER_ATTRIBUTE_{name}") for name in _ASKED]
+        self._number = a.CU_POINTER_ATTRIBUTE_BUFFER_ID
         self._batch: Any = None
 
     def _do(self, name: str, *args: Any) -> Any:
@@ -188,6 +189,11 @@ class CudaDriver:
             return None
         name = "managed" if managed else "host" if int(kind) == _HOST else "device"
         return PointerInfo(name, int(device), int(mapped or 0), int(base or 0), int(size))
+
+    def pointer_number(self, address: int) -> int:
+        """The number that the driver gave the allocation or registration around an address; 0 for pageable memory."""
+        code, number = self._cu.cuPointerGetAttribute(self._number, address)
+        return 0 if code else int(number)
 
     # streams and events
 
