@@ -142,12 +142,12 @@ def test_bad_ids_are_reported(place: int | None) -> None:
     p = Plan(place, True)
     p.device_ids = numbers([8, 0, 9, 1, 5, 2, 7, 4], "host" if place is None else "device", place)
     if place is None:
-        with pytest.raises(IndexError, match=r"paged_index\[2\] is 9, must be in \[0, 9\)"):
+        with pytest.raises(IndexError, match=r"block_ids\[2\] is 9, must be in \[0, 9\)"):
             p.run()
     else:
         p.run()
         p.host.memory.read()
-        with pytest.raises(IndexError, match=r"paged_index\[2\] is 9, must be in \[0, 9\)"):
+        with pytest.raises(IndexError, match=r"block_ids\[2\] is 9, must be in \[0, 9\)"):
             p.run()
     p.close()
 

@@ -17,6 +17,7 @@ from kvraw.cache import PagedCache, require_host
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.plan import Side
 from kvraw.prepared import Reached
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import locate_all
 from kvraw.transfer_plan import TransferPlan
 
@@ -96,7 +97,8 @@ def reach(objects: Sequence[Any], nbytes: int, device: int | None) -> Reached:
     if device is None:
         require_host("objects", host, 1)
         return Reached(host, host, False)
-    found = locate_all(host, nbytes)
+    with DeviceScope(device):
+        found = locate_all(host, nbytes)
     if found.pageable:
         at = int(np.argmin(found.seen != 0))
         raise PlacementError(f"object {at} at {int(host[at]):#x} is pageable host memory")
@@ -166,7 +168,8 @@ def move_blocks(paged: Paged, objects: Sequence[Any], ids: IndexVector, to_host:
         if paged.device is None:
             raise
         where = [(o, nbytes) if is_pointer(o) else (o.address, nbytes) for o in objects]
-        bad = [at for at, (a, n) in enumerate(where) if pageable(a, n)]
+        with DeviceScope(paged.device):
+            bad = [at for at, (a, n) in enumerate(where) if pageable(a, n)]
         if not bad:
             raise
         # Rows that are left out keep what they hold, so the buffers hold it as well.

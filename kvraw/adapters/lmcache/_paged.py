@@ -19,12 +19,15 @@ from kvraw.formats import FORMATS
 from kvraw.layout import CacheLayout, Geometry
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import locate_all
 
 __all__ = ["Counts", "Paged", "Part", "from_pointers", "from_tensors", "host_table", "is_tensor", "parts_of"]
 
 SCALES, INDEXER, PLANES = 4, 14, 17  # bytes of a token's scale; the formats that are several layouts at once
 _ENDLESS = 1 << 31  # blocks, where the caller does not say how many there are
+
+_INDEX = {"block": "block_ids", "slot": "slot_mapping"}  # what callers name the ids
 
 T = TypeVar("T")
 
@@ -113,7 +116,7 @@ class Paged:
         """What was made for a key before, or is made now."""
         found: T | None = self.plans.get(key)
         if found is None:
-            if len(self.plans) > 64:
+            if len(self.plans) > 256:
                 self.plans.clear()
             found = self.plans[key] = make()
         return found
@@ -127,7 +130,8 @@ class Paged:
                 if self.device is None:
                     require_host("paged_buffer_ptrs", bases, 1)
                 else:
-                    elsewhere = locate_all(bases).devices != self.device
+                    with DeviceScope(self.device):
+                        elsewhere = locate_all(bases).devices != self.device
                     if elsewhere.any():
                         at = int(np.argmax(elsewhere))
                         raise PlacementError(
@@ -146,6 +150,7 @@ class Paged:
                     part.plan(flat(part), by, to_host),
                     device=self.device,
                     names=("paged", "objects") if to_host else ("objects", "paged"),
+                    index_names=(_INDEX[by], "objects") if to_host else ("objects", _INDEX[by]),
                 )
                 for part in self.parts
             ],

@@ -27,8 +27,18 @@ __all__ = [
 _log = logging.getLogger("kvraw")
 _MOST = 65536  # records that wait to be drained; beyond it the oldest goes
 _GOOD_SECONDS = 50e-6
-_ANCHOR_SECONDS = 10.0  # the driver tells time between events as a float of milliseconds: stay near the anchor
-_WALL = time.time() - time.monotonic()  # one offset for the process: timestamps never step back with the clock
+_ANCHOR_SECONDS = 1.0  # two clocks part by some ten microseconds a second
+_TRIES = 8
+
+
+def _wall_offset() -> float:
+    """Wall-clock time less monotonic time, from the tightest of several readings: any one may be interrupted."""
+    readings = [(time.monotonic(), time.time(), time.monotonic()) for _ in range(16)]
+    before, wall, after = min(readings, key=lambda r: r[2] - r[0])
+    return wall - (before + after) / 2
+
+
+_WALL = _wall_offset()  # one offset for the process: timestamps never step back with the clock
 
 
 def _now() -> float:
@@ -65,10 +75,12 @@ class _Clock:
         self.anchor = self._measure()
 
     def _measure(self) -> _Anchor:
+        # The first one of a process pays for what the driver does once, and any may be interrupted.
         best = _Anchor(self._stream)
-        for _ in range(2):
-            if best.error > _GOOD_SECONDS:
-                best = min(best, _Anchor(self._stream), key=lambda anchor: anchor.error)
+        for _ in range(_TRIES - 1):
+            if best.error <= _GOOD_SECONDS:
+                break
+            best = min(best, _Anchor(self._stream), key=lambda anchor: anchor.error)
         return best
 
     def refresh(self) -> None:

@@ -17,6 +17,7 @@ from kvraw.errors import BoundsError
 from kvraw.formats import FORMATS
 from kvraw.plan import Side
 from kvraw.prepared import Reached
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import Where, locate
 
 if TYPE_CHECKING:
@@ -83,11 +84,12 @@ def _move(paged: Paged, rows: _Rows, slots: Any, to_host: bool, skip: int = 0) -
     shift = 0
     stand_ins = None
     if device is not None:
-        where = locate(address, span)
-        if not where.device_address:
-            stand_ins = StandIns([(address, span)], device, fill=True)
-            refs, address = stand_ins.views(), stand_ins.addresses[0]
+        with DeviceScope(device):
             where = locate(address, span)
+            if not where.device_address:
+                stand_ins = StandIns([(address, span)], device, fill=True)
+                refs, address = stand_ins.views(), stand_ins.addresses[0]
+                where = locate(address, span)
         shift = where.device_address - address
     offsets = steps.ravel().astype(np.uint64)
     for copy, part, table in zip(copies, paged.parts, paged.reached(), strict=True):
