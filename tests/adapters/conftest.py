@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvraw.adapters.lmcache import _pageable, _paged, _place, _utilities
+from kvraw.adapters.lmcache import _groups, _memo, _pageable, _paged, _place, _utilities
 from kvraw.runtime.driver import PointerInfo
 from tests.emulator.fake_driver import FakeDriver
 from tests.emulator.fake_streams import LEGACY
@@ -26,7 +26,8 @@ def place(request: pytest.FixtureRequest) -> int | None:
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
     """What the adapters keep between calls is of one driver: forget it around each test."""
-    kept = (_paged._known, _paged._tables, _place._watched, _pageable._free, _utilities._known)
+    known = (module._known for module in (_memo, _paged, _groups, _utilities))
+    kept = (*known, _groups._bits, _place._watched, _pageable._free)
     for one in kept:
         one.clear()
     yield

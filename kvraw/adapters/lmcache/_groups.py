@@ -22,6 +22,7 @@ from kvraw.runtime.memory import PinnedBuffer
 
 __all__ = ["execute_object_group_transfer"]
 
+_known: dict[int, int] = {}
 _bits: dict[tuple[int, int, int], int] = {}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvraw import config
+from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._types import ArgumentError
 from kvraw.arrays import U64, pointer_vector
 from kvraw.cache import require_host
@@ -149,6 +150,7 @@ class Paged:
                 PreparedCopy(
                     part.plan(flat(part), by, to_host),
                     device=self.device,
+                    engine="kernel" if config.ENGINE.get() == "staged" else "auto",  # these have no staged form
                     names=("paged", "objects") if to_host else ("objects", "paged"),
                     index_names=(_INDEX[by], "objects") if to_host else ("objects", _INDEX[by]),
                 )
@@ -344,24 +346,9 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
     return _intern((number, seen, depth, block_size, kv_size, device), make)
 
 
-# Host copies of tables of addresses that lie on a device: (weak reference, address, version) by the tensor's id.
-_tables: dict[int, tuple[Any, tuple[int, int], U64]] = {}
-
-
 def host_table(tensor: Any) -> U64:
     """Addresses out of a 1-D int64 or uint64 tensor; one on a device is read once, and again when torch changed it."""
     if len(tensor.shape) != 1 or str(tensor.dtype) not in ("torch.int64", "torch.uint64"):
         raise TypeError(f"a table of addresses has shape {tuple(tensor.shape)} and {tensor.dtype}, must be 1-D int64")
-    if tensor.device.type == "cpu":
-        found: U64 = tensor.detach().numpy().view(np.uint64)
-        return found
-    try:
-        version = int(tensor._version)
-    except RuntimeError:  # tensors of torch's inference mode have no version: they count as unchanged
-        version = -1
-    key, state = id(tensor), (int(tensor.data_ptr()), version)
-    known = _tables.get(key)
-    if known is None or known[0]() is not tensor or known[1] != state:
-        table = tensor.detach().cpu().numpy().view(np.uint64)
-        known = _tables[key] = (weakref.ref(tensor, lambda _: _tables.pop(key, None)), state, table)
-    return known[2]
+    found: U64 = remembered(tensor, ("table",), lambda: tensor.detach().cpu().numpy().view(np.uint64))
+    return found
