@@ -79,33 +79,48 @@ def lmcache_memcpy_async(
         the next begin: no single copy spans such an end.
     """
     alignment = check_alignment(host_buffer_alignments)
-    direction_of(direction)
-    ends: list[int] = []
-    given: tuple[tuple[str, Any], ...] = (("dest", dest), ("src", src))
-    for name, end in given:
-        if is_pointer(end):
-            ends.append(int(end))
-            continue
-        if is_pointer(dest) != is_pointer(src) or not hasattr(end, "data_ptr"):
+    to_host = direction_of(direction)
+    device: int | None = None
+    if type(dest) is not int or type(src) is not int:
+        ends, device = _ends(dest, src, nbytes)
+        dest, src = ends
+    check_range("dest", dest, nbytes, host_buffer_offset)
+    check_range("src", src, nbytes)
+    if not nbytes:
+        return
+    if device is None:
+        # The end that ought to be on the device is asked about first: mostly it is, and the other need not be.
+        for address in (src, dest) if to_host else (dest, src):
+            device = locate(address, 1).device
+            if device is not None:
+                break
+        else:
+            copy_on_host(dest, src, nbytes)
+            return
+    with DeviceScope(device):
+        stream = current_stream(device)
+        raise_seen(device, stream)
+        if host_buffer_offset % alignment + nbytes <= alignment:
+            driver().memcpy_async(dest, src, nbytes, stream)
+        else:
+            enqueue_split(dest, src, nbytes, host_buffer_offset, alignment, stream)
+
+
+def _ends(dest: Any, src: Any, nbytes: int) -> tuple[tuple[int, int], int | None]:
+    """Addresses of both ends, and the device of a tensor among them."""
+    if is_pointer(dest) and is_pointer(src):
+        return (int(dest), int(src)), None
+    device = None
+    for name, end in (("dest", dest), ("src", src)):
+        if not hasattr(end, "data_ptr"):
             raise TypeError("dest and src must be both addresses or both tensors")
         if nbytes % end.element_size() or nbytes > end.numel() * end.element_size():
             raise ArgumentError(f"nbytes is {nbytes}, must be whole elements of {name} and within it")
         if not end.is_contiguous():
             raise ArgumentError(f"{name} must be dense")
-        ends.append(int(end.data_ptr()))
-    for name, address in zip(("dest", "src"), ends, strict=True):
-        check_range(name, address, nbytes, host_buffer_offset)
-    if not nbytes:
-        return
-    places = [locate(address, 1) for address in ends]
-    device = next((p.device for p in places if p.device is not None), None)
-    if device is None:
-        copy_on_host(ends[0], ends[1], nbytes)
-        return
-    with DeviceScope(device):
-        stream = current_stream(device)
-        raise_seen(device, stream)
-        enqueue_split(ends[0], ends[1], nbytes, host_buffer_offset, alignment, stream)
+        if device is None and end.device.type == "cuda":
+            device = end.device.index
+    return (int(dest.data_ptr()), int(src.data_ptr())), device
 
 
 def _vector(name: str, values: Any) -> U64:

@@ -96,8 +96,9 @@ def raise_seen(device: int, stream: int) -> None:
     queue = _watched.get(device)
     if not queue:
         return
+    d = driver()
     with DeviceScope(device):  # a default stream is the current context's
-        if driver().stream_capturing(stream):  # a capture forbids asking about events
+        if d.stream_capturing(stream):  # a capture forbids asking about events
             return
         while queue:
             with _lock:
