@@ -93,7 +93,11 @@ def ids_of(name: str, ids: Any, device: int | None, most: int | None = None, kee
         except (TypeError, OverflowError):  # said better below
             pass
     if is_tensor(ids):
-        ids = (ids.detach() if ids.device.type == "cpu" else ids.cpu()).numpy()
+        values = (ids if ids.device.type == "cpu" else ids.cpu()).numpy()
+        if values.dtype == np.int64 and values.ndim == 1 and values.flags.c_contiguous:
+            values = values[:most]
+            return IndexVector(values, 0, len(values), 8, None, keep)
+        ids = values
     index = index_vector(name, ids)
     if index.host is None:  # a device vector of another library
         return index._replace(count=index.count if most is None else min(index.count, most), owner=(ids, keep))

@@ -46,7 +46,7 @@ class _Rows:
         The cache.
     to_host : bool
         The way.
-    shape, strides : tuple of int
+    shape, strides : list of int
         A tensor's, in elements; the last axis is a row.
     unit : int
         Bytes of an element.
@@ -58,8 +58,8 @@ class _Rows:
         self,
         paged: Paged,
         to_host: bool,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
+        shape: list[int],
+        strides: list[int],
         unit: int,
         token: int,
         plane: int | None,
@@ -153,11 +153,12 @@ def _rows(
 ) -> _Rows:
     """The rows of a tensor; without one of its axes, where only one place of it takes part."""
     shape, strides, unit = tensor.shape, tensor.stride(), tensor.element_size()
-    if without is not None:
-        shape, strides = ((*x[:without], *x[without + 1 :]) for x in (shape, strides))
-    axes = (token, plane, layer)
-    key = ("rows", to_host, shape, strides, unit, axes)
-    return paged.ready(key, lambda: _Rows(paged, to_host, tuple(shape), tuple(strides), unit, *axes))
+
+    def make() -> _Rows:
+        keep = [k for k in range(len(shape)) if k != without]
+        return _Rows(paged, to_host, [shape[k] for k in keep], [strides[k] for k in keep], unit, token, plane, layer)
+
+    return paged.ready(("rows", to_host, shape, strides, unit, token, plane, layer, without), make)
 
 
 def _addresses(ptrs: Any) -> U64 | None:
