@@ -26,6 +26,7 @@ __all__ = [
 
 _log = logging.getLogger("kvraw")
 _MOST = 65536  # records that wait to be drained; beyond it the oldest goes
+_DEFAULT = (0, 1, 2)  # the legacy default stream by both of its names, and that of the thread
 _GOOD_SECONDS = 50e-6
 _ANCHOR_SECONDS = 1.0  # two clocks part by some ten microseconds a second
 _TRIES = 8
@@ -132,8 +133,15 @@ class _Recorder:
                 self._queues.clear()
                 self._events.clear()
                 self._clocks.clear()
-            with DeviceScope(this_device()):  # a default stream is the current context's
-                context = d.stream_context(stream)
+            if stream in _DEFAULT:  # the current context's
+                device = this_device()
+                with DeviceScope(device):
+                    self._enqueue(d, device, stream, value)
+                return
+            context = d.stream_context(stream)
+            if context == d.context_current():
+                self._enqueue(d, d.context_device(), stream, value)
+                return
             d.context_push(context)
             try:
                 self._enqueue(d, d.context_device(), stream, value)
