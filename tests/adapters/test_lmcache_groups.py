@@ -152,6 +152,55 @@ def test_bad_ids_are_reported(place: int | None) -> None:
     p.close()
 
 
+@pytest.mark.parametrize("to_host", [True, False])
+def test_parts_are_timed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, to_host: bool) -> None:
+    stamps: dict[int, int] = {}
+    record = FakeDriver.event_record
+
+    def event_record(self: FakeDriver, event: int, stream: int) -> None:
+        stamps[event] = len(stamps) if event not in stamps else max(stamps.values()) + 1
+        record(self, event, stream)
+
+    monkeypatch.setattr(FakeDriver, "event_record", event_record)
+    monkeypatch.setattr(FakeDriver, "event_milliseconds", lambda self, start, end: float(stamps[end] - stamps[start]))
+    ops.pop_completed_phase_timings()
+    p = Plan(0, to_host)
+    # A step of copies alone and one of nothing stand among the others.
+    steps = [*p.steps(), ops.BatchStep(p.steps()[0].staging, []), ops.BatchStep()]
+    ops.execute_object_group_transfer(int(to_host), 0, 64, [p.group()], steps, True, "s")
+    p.run()  # not asked for
+    p.host.memory.read()
+    found = ops.pop_completed_phase_timings()
+    order = [0, 1] if to_host else [1, 0]
+    assert [f[0] for f in found] == [*order, *order, 1]
+    assert all(f[1:3] == (int(to_host), 0) and f[4:6] == (2 * BYTES, "s") for f in found)
+    assert all(f[3] == pytest.approx((f[7] - f[6]) * 1e3, abs=1e-3) and f[3] > 0 for f in found)
+    assert all(a[7] <= b[6] for a, b in itertools.pairwise(found))
+    assert ops.pop_completed_phase_timings() == []
+    p.close()
+
+
+def test_another_table_in_the_place_of_a_known_one(device: int) -> None:
+    # LMCache's kernel would take the second table as well: it reads a head of 8 bytes by 4. Where the first one's
+    # alignment were taken for the second's, an access of 8 bytes would go wrong.
+    p = Plan(device, True)
+    p.run()
+    off = Laid("device", [(*PAGED[(1, 2)].shape(S)[:-1], S.d)] * S.nl, device, 9)
+    shifted = numbers([a + 4 for a in off.addresses], "pinned", device)
+    with DeviceScope(device):
+        driver().memcpy_async(p.table.data_ptr(), shifted.data_ptr(), 8 * S.nl, 0)
+        driver().stream_synchronize(0)
+    p.run()
+    cache = off.memory.read()
+    got = p.host.memory.read()[p.host.offsets[0] :][:BYTES].reshape(2, S.nl, TOKENS, S.nh * S.d)
+    for plane, layer, t in itertools.product(range(2), range(S.nl), range(TOKENS)):
+        row = ((plane * S.nb + p.ids[t // S.bs]) * S.bs + t % S.bs) * S.nh * S.d
+        at = off.offsets[layer] + 4 + row
+        np.testing.assert_array_equal(got[plane, layer, t], cache[at : at + S.nh * S.d])
+    off.close()
+    p.close()
+
+
 def direct(p: Plan, second: Laid, **change: Any) -> tuple[list[Any], list[Any]]:
     """Two groups in each object: the keys and values of one cache, then those of another."""
     groups = [

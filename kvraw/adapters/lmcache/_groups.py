@@ -11,6 +11,7 @@ import numpy as np
 from kvraw.adapters.lmcache._blocks import host_ids, object_side, reach
 from kvraw.adapters.lmcache._copies import check_alignment, check_range, copy_on_host, enqueue_split
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
+from kvraw.adapters.lmcache._phases import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
 from kvraw.adapters.lmcache._types import (
     ArgumentError,
@@ -127,9 +128,6 @@ def _group(at: int, spec: KernelGroupSpec, to_host: bool, device: int | None) ->
     return found
 
 
-Stage = tuple[int, int, int, int]  # destination, source, bytes, offset in the host's buffer
-
-
 def _launches(
     group: _Group, ends: tuple[Sequence[Any], Sequence[Any]], spec: KernelGroupSpec, launch: LaunchVar
 ) -> list[Ready | Callable[[], object]]:
@@ -177,7 +175,8 @@ def execute_object_group_transfer(
     """Carry out a plan on the current stream of `device`: every step after the one before it.
 
     In a step, the staging copies come before the launches from host to device, and behind them to the host. The whole
-    plan is checked before any of it is enqueued. `phase_timing_enabled` and `session_id` are accepted and not used.
+    plan is checked before any of it is enqueued. With `phase_timing_enabled`, `pop_completed_phase_timings` tells how
+    long each part took on a GPU, under `session_id`.
 
     Raises
     ------
@@ -199,7 +198,8 @@ def execute_object_group_transfer(
         copy = driver().memcpy_async
         capturing = driver().stream_capturing(stream)
         state = device_state(where)
-        work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream)
+        session = session_id if phase_timing_enabled else None
+        work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
         operation = state.books.begin(stream, captured=capturing)
         try:
             for one in work:
@@ -220,14 +220,23 @@ def execute_object_group_transfer(
 
 
 def _plan(
-    to_host: bool, device: int | None, specs: Sequence[KernelGroupSpec], steps: Sequence[BatchStep], stream: int | None
+    to_host: bool,
+    device: int | None,
+    specs: Sequence[KernelGroupSpec],
+    steps: Sequence[BatchStep],
+    stream: int | None,
+    session: str | None = None,
 ) -> list[Any]:
-    """Everything that the plan does, in order, checked: stages, and copies that are ready."""
+    """Everything that the plan does, in order, checked: stages, and copies that are ready.
+
+    With a session, each part of it stands between the ends that time it.
+    """
     groups = [_group(at, spec, to_host, device) for at, spec in enumerate(specs)]
     ends = [group.ends(stream) for group in groups]
     work: list[Any] = []
     for step in steps:
-        staging: list[Stage] = []
+        staging: list[Any] = []
+        launches: list[Any] = []
         for copy in step.staging:
             dest, src, nbytes, offset = copy.dest, copy.src, copy.nbytes, copy.host_offset
             if not (nbytes > 0 <= offset < _TOP - nbytes and 0 < dest < _TOP - nbytes and 0 < src < _TOP - nbytes):
@@ -236,13 +245,13 @@ def _plan(
                 if not nbytes:
                     continue
             staging.append((dest, src, nbytes, offset))
-        if not to_host:
-            work += staging
         for launch in step.launches:
             at = launch.group_idx
             if not 0 <= at < len(groups):
                 raise ArgumentError(f"group_idx is {at}, must be in [0, {len(groups)})")
-            work += _launches(groups[at], ends[at], specs[at], launch)
-        if to_host:
-            work += staging
+            launches += _launches(groups[at], ends[at], specs[at], launch)
+        if session is not None and device is not None:
+            told = to_host, device, sum(stage[2] for stage in staging), session
+            launches, staging = Phase.around(launches, KERNEL, *told), Phase.around(staging, STAGING, *told)
+        work += launches + staging if to_host else staging + launches
     return work

@@ -18,6 +18,7 @@ from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 from kvraw.runtime.stream import Stream
 
 __all__ = [
+    "Recorder",
     "drain_recorded_completions",
     "drain_recorded_events",
     "record_completion_on_stream",
@@ -109,7 +110,7 @@ class _Record:
     at: float = 0.0
 
 
-class _Recorder:
+class Recorder:
     """Records of one kind: first in, first out per stream."""
 
     def __init__(self) -> None:
@@ -128,11 +129,7 @@ class _Recorder:
             if d is None:
                 self._take_up(_Record(next(self._order), stream, value, at=_now()))
                 return
-            if d is not self._owner:
-                self._owner = d
-                self._queues.clear()
-                self._events.clear()
-                self._clocks.clear()
+            self._of(d)
             if stream in _DEFAULT:  # the current context's
                 device = this_device()
                 with DeviceScope(device):
@@ -148,14 +145,30 @@ class _Recorder:
             finally:
                 d.context_pop()
 
-    def _enqueue(self, d: CudaDriver, device: int, stream: int, value: tuple[Any, ...]) -> None:
+    def record_here(self, device: int, stream: int, value: tuple[Any, ...], *, anew: bool = True) -> None:
+        """The same for a stream of a device whose context is current; `anew`: the clock may be measured anew."""
+        with self._lock:
+            d = driver()
+            self._of(d)
+            self._enqueue(d, device, stream, value, anew=anew)
+
+    def _of(self, d: CudaDriver) -> None:
+        """Forget what another driver was given."""
+        if d is not self._owner:
+            self._owner = d
+            self._queues.clear()
+            self._events.clear()
+            self._clocks.clear()
+
+    def _enqueue(self, d: CudaDriver, device: int, stream: int, value: tuple[Any, ...], *, anew: bool = True) -> None:
         if d.stream_capturing(stream):
             self._take_up(_Record(next(self._order), stream, value, at=_now()))
             return
         clock = self._clocks.get(device)
         if clock is None:
             clock = self._clocks[device] = _Clock(device)
-        clock.refresh()
+        if anew:
+            clock.refresh()
         free = self._events.setdefault(device, [])
         event = free.pop() if free else d.event_create(timing=True)
         d.event_record(event, stream)
@@ -201,7 +214,7 @@ class _Recorder:
         return out
 
 
-_events, _completions = _Recorder(), _Recorder()
+_events, _completions = Recorder(), Recorder()
 
 
 def record_event_on_stream(
