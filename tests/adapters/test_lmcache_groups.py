@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +178,19 @@ def test_parts_are_timed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, to_h
     assert all(f[3] == pytest.approx((f[7] - f[6]) * 1e3, abs=1e-3) and f[3] > 0 for f in found)
     assert all(a[7] <= b[6] for a, b in itertools.pairwise(found))
     assert ops.pop_completed_phase_timings() == []
+    p.close()
+
+
+@pytest.mark.gpu
+def test_parts_are_timed_on_a_gpu(gpu: int) -> None:
+    ops.pop_completed_phase_timings()
+    begin = time.time()
+    p = Plan(gpu, True)
+    ops.execute_object_group_transfer(1, gpu, 64, [p.group()], p.steps(), True, "s")
+    p.host.memory.read()
+    found = ops.pop_completed_phase_timings()
+    assert [f[0] for f in found] == [0, 1, 0, 1]
+    assert all(0 < f[3] < 1e3 and begin - 1e-3 < f[6] < f[7] < time.time() + 1e-3 for f in found)
     p.close()
 
 

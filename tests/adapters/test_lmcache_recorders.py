@@ -79,6 +79,19 @@ def test_not_before_the_copy(fake: Any) -> None:
         one.close()
 
 
+def test_an_interrupted_reading_of_the_clocks_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = iter([*[0.0, 7.0, 7.0], *[0.0] * 100])  # the first pair of readings is torn apart
+    ticks = {"monotonic": 0.0}
+
+    def monotonic() -> float:
+        ticks["monotonic"] += 1e-6 + next(late)
+        return ticks["monotonic"]
+
+    monkeypatch.setattr(_recorders.time, "monotonic", monotonic)
+    monkeypatch.setattr(_recorders.time, "time", lambda: ticks["monotonic"] + 1000.0)
+    assert _recorders._wall_offset() == pytest.approx(1000.0, abs=1e-5)
+
+
 def test_bounds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(_recorders, "_MOST", 10)
     for k in range(25):

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 __all__ = ["remembered"]
 
 _MOST = 256
+_address = methodcaller("data_ptr")
 
 T = TypeVar("T")
 
@@ -65,7 +67,7 @@ def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
         full: tuple[object, ...] = (*map(id, flat), len(given), key)
         try:
             first = flat[0]
-            state = [t.data_ptr() for t in flat], first.shape, first.stride()
+            state = [*map(_address, flat)], first.shape, first.stride()
         except (AttributeError, IndexError):  # no tensors: `make` says so
             return make()
     elif hasattr(given, "data_ptr"):
