@@ -166,15 +166,19 @@ class Blocks:
 
     def _places(self, objects: Sequence[Any]) -> tuple[list[int], bool]:
         """Addresses of objects, and whether all are tensors on the cache's device."""
-        places, there, nbytes = [], 0, self.nbytes
+        places, there, nbytes, here = [], 0, self.nbytes, self.paged.device
         for at, one in enumerate(objects):
-            if type(one) is int or is_pointer(one):
-                places.append(int(one))
+            if type(one) is int:
+                places.append(one)
                 continue
             try:
                 size, dense, address = one.numel() * one.element_size(), one.is_contiguous(), one.data_ptr()
-                there += one.device.type == "cuda" and one.device.index == self.paged.device
+                place = one.device
+                there += place.index == here and place.type == "cuda"
             except AttributeError:
+                if is_pointer(one):
+                    places.append(int(one))
+                    continue
                 view = tensor_view(one)
                 size, dense, address = view.nbytes, view.contiguous, view.address
             if size != nbytes:

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from operator import methodcaller
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 __all__ = ["remembered"]
 
 _MOST = 256
-_address = methodcaller("data_ptr")
 
 T = TypeVar("T")
 
@@ -67,7 +65,7 @@ def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
         full: tuple[object, ...] = (*map(id, flat), len(given), key)
         try:
             first = flat[0]
-            state = [*map(_address, flat)], first.shape, first.stride()
+            state = [t.data_ptr() for t in flat], first.shape, first.stride()
         except (AttributeError, IndexError):  # no tensors: `make` says so
             return make()
     elif hasattr(given, "data_ptr"):
