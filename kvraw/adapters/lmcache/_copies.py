@@ -60,8 +60,12 @@ def enqueue_split(dest: int, src: int, nbytes: int, offset: int, alignment: int,
 
 def copy_on_host(dest: int, src: int, nbytes: int) -> None:
     """Copy host memory now."""
-    if nbytes:
+    if nbytes < 8 * _LARGE or abs(dest - src) < nbytes:
         ctypes.memmove(dest, src, nbytes)
+        return
+    starts = np.arange(0, nbytes, _LARGE).astype(np.uint64)  # pieces, for several threads
+    sizes = np.minimum(np.uint64(_LARGE), np.uint64(nbytes) - starts)
+    cpu.copy_batch(starts + np.uint64(dest), starts + np.uint64(src), sizes)
 
 
 def lmcache_memcpy_async(
@@ -85,22 +89,22 @@ def lmcache_memcpy_async(
     alignment = check_alignment(host_buffer_alignments)
     to_host = direction_of(direction)
     device: int | None = None
+    ask = True
     if type(dest) is not int or type(src) is not int:
-        ends, device = _ends(dest, src, nbytes)
-        dest, src = ends
+        dest, src, device, ask = _ends(dest, src, nbytes)
     check_range("dest", dest, nbytes, host_buffer_offset)
     check_range("src", src, nbytes)
     if not nbytes:
         return
-    if device is None:
+    if device is None and ask:
         # The end that ought to be on the device is asked about first: mostly it is, and the other need not be.
         for address in (src, dest) if to_host else (dest, src):
             device = locate(address, 1).device
             if device is not None:
                 break
-        else:
-            copy_on_host(dest, src, nbytes)
-            return
+    if device is None:
+        copy_on_host(dest, src, nbytes)
+        return
     with DeviceScope(device):
         stream = current_stream(device)
         raise_seen(device, stream)
@@ -110,11 +114,11 @@ def lmcache_memcpy_async(
             enqueue_split(dest, src, nbytes, host_buffer_offset, alignment, stream)
 
 
-def _ends(dest: Any, src: Any, nbytes: int) -> tuple[tuple[int, int], int | None]:
-    """Addresses of both ends, and the device of a tensor among them."""
+def _ends(dest: Any, src: Any, nbytes: int) -> tuple[int, int, int | None, bool]:
+    """Addresses of both ends, the device of a tensor among them, and whether the driver is to be asked for it."""
     if is_pointer(dest) and is_pointer(src):
-        return (int(dest), int(src)), None
-    device = None
+        return int(dest), int(src), None, True
+    device, ask = None, False
     for name, end in (("dest", dest), ("src", src)):
         if not hasattr(end, "data_ptr"):
             raise TypeError("dest and src must be both addresses or both tensors")
@@ -122,9 +126,9 @@ def _ends(dest: Any, src: Any, nbytes: int) -> tuple[tuple[int, int], int | None
             raise ArgumentError(f"nbytes is {nbytes}, must be whole elements of {name} and within it")
         if not end.is_contiguous():
             raise ArgumentError(f"{name} must be dense")
-        if device is None and end.device.type == "cuda":
-            device = end.device.index
-    return (int(dest.data_ptr()), int(src.data_ptr())), device
+        if end.device.type != "cpu":
+            device, ask = end.device.index, end.device.index is None
+    return int(dest.data_ptr()), int(src.data_ptr()), device, ask
 
 
 def _vector(name: str, values: Any) -> tuple[U64, int]:
