@@ -142,7 +142,7 @@ def main() -> None:
                 row(name, nbytes, [timed(w, device) for w in works])
             timings = [timed(s.slots_of(m, way, rows), device) for m in (theirs, ours)]
             row(f"slots {way} {place}", rows.nbytes, timings)
-        for op in ("layer", "layer of two tensors", "flash D2H", "flash H2D"):
+        for op in ("layer", "layer of two tensors", "flash D2H", "flash H2D") if place == device else ():
             timings = [timed(s.layer_of(m, op, rows), device) for m in (theirs, ours)]
             row(f"{op} {place}", rows.nbytes // s.layers, timings)
     if gpu:
