@@ -251,6 +251,24 @@ def test_direct_copies(place: int | None, to_host: bool, number: int) -> None:
     p.close()
 
 
+@pytest.mark.parametrize(("kind", "used"), [("pinned", "memcpy_batch_async"), ("host", "memcpy_async")])
+def test_direct_copies_on_the_default_stream(fake: FakeDriver, kind: str, used: str) -> None:
+    p = Plan(0, True)
+    p.host.close()
+    p.host = Laid(kind, [(2 * BYTES,)] * 2, 0, 2)
+    groups, objects = direct(p, p.cache)
+    before = fake.calls[used]
+    ops.execute_direct_copy_transfer(1, 0, 1 << 20, groups, objects)
+    assert (fake.calls[used] - before == 2) == (kind == "pinned")
+    for k, (chunk, skip) in enumerate(((0, 1), (3, 0))):
+        for at, left_out in ((0, skip), (1, 0)):
+            region = p.host.arrays[k][at * BYTES : (at + 1) * BYTES].reshape(2, S.nl, TOKENS, S.nh * S.d)
+            ids = p.ids[chunk * PER : chunk * PER + PER]
+            move(1, S, p.cache.arrays, [region], "2LTD", TOKENS, "store", "block", ids, left_out)
+    p.host.check()
+    p.close()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
