@@ -10,18 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvraw import config
+from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, pageable
-from kvraw.adapters.lmcache._paged import Counts, Paged, Part, from_pointers, from_tensors, host_table, is_tensor
+from kvraw.adapters.lmcache._paged import (
+    Counts,
+    Paged,
+    Part,
+    from_pointers,
+    from_tensors,
+    host_table,
+    is_tensor,
+)
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of
-from kvraw.arrays import ASK_DRIVER, I64, IndexVector, index_vector, is_pointer, tensor_view
+from kvraw.arrays import ASK_DRIVER, I64, U64, IndexVector, index_vector, is_pointer, tensor_view
 from kvraw.cache import PagedCache, require_host
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import Side
-from kvraw.prepared import PreparedCopy, Reached
+from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.memory import locate_all
+from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import locate, locate_all
 from kvraw.transfer_plan import Direction, TransferPlan
 
 if TYPE_CHECKING:
@@ -121,13 +132,15 @@ def object_side(part: Part, layers: int, tokens: int) -> Side:
     )
 
 
-def reach(objects: Sequence[Any], nbytes: int, device: int | None) -> Reached:
+def reach(objects: Sequence[int], nbytes: int, device: int | None) -> Reached:
     """Look objects up: what the device calls them, and where registrations end inside them."""
-    host = np.array([o if is_pointer(o) else tensor_view(o).address for o in objects], np.uint64)
+    host = np.array(objects, np.uint64)
     if device is None:
         require_host("objects", host, 1)
         return Reached(host, host, False)
     with DeviceScope(device):
+        if len(objects) <= _FEW:
+            return _reach_few(objects, host, nbytes)
         found = locate_all(host, nbytes)
     if found.pageable:
         at = int(np.argmin(found.seen != 0))
@@ -135,6 +148,32 @@ def reach(objects: Sequence[Any], nbytes: int, device: int | None) -> Reached:
     return Reached(host, found.seen, found.link, found.edges)
 
 
+def _reach_few(objects: Sequence[int], host: U64, nbytes: int) -> Reached:
+    """The same for a few, for whom what `locate_all` does for many at once is dear."""
+    begin = end = shift = 0
+    link = here = False
+    shifts: list[int] = []
+    edges: tuple[int, ...] = ()
+    for at, address in enumerate(objects):
+        if not begin <= address <= end - nbytes:  # not in the allocation of the one before
+            info = driver().pointer_info(address)
+            here = info is not None and info.kind == "host"
+            if info is not None and info.base <= address <= info.base + info.size - nbytes * here:
+                begin, end = info.base, info.base + info.size
+                shift = info.device_address - address if here else 0
+            else:  # over the end of a registration, or pageable
+                found = locate(address, nbytes)
+                if not found.device_address:
+                    raise PlacementError(f"object {at} at {address:#x} is pageable host memory")
+                begin = end = 0
+                here, shift, edges = found.device is None, found.device_address - address, edges + found.edges
+        link = link or here
+        shifts.append(shift)
+    seen = host if not any(shifts) else np.array([a + s for a, s in zip(objects, shifts, strict=True)], np.uint64)
+    return Reached(host, seen, link, edges)
+
+
+_FEW = 16
 _ROWS = 256  # rows of objects of which it is known where they lie
 _ASK = object()
 
@@ -152,6 +191,7 @@ class Blocks:
         g = paged.geometry
         self.paged, self.to_host, self._tokens = paged, to_host, tokens
         self.per_object, self.nbytes = tokens // g.block_size, g.layers * g.planes * tokens * paged.row
+        self._open = config.ENGINE.get() in ("auto", "kernel")
         self._plan: TransferPlan | None = None
         self._rows: dict[tuple[int, ...], Any] = {}
         if paged.whole:
@@ -160,7 +200,7 @@ class Blocks:
             self._plan = TransferPlan(cache, way, chunk_tokens=tokens, distinct=False)
 
     @cached_property
-    def _copies(self) -> list[PreparedCopy]:
+    def _copies(self) -> Copies:
         layers, tokens = self.paged.geometry.layers, self._tokens
         return self.paged.copies("block", self.to_host, lambda part: object_side(part, layers, tokens), tokens)
 
@@ -210,27 +250,15 @@ class Blocks:
             self._rows[key] = found
         return found if type(found) is Reached else None
 
-    def _by_parts(self, row: Reached, ids: IndexVector, skip: int, stream: int | None) -> Any:
-        """Copy by every layout of the cache in turn."""
-        done, device = None, self.paged.device
-        for copy, part, table in zip(self._copies, self.paged.parts, self.paged.reached(), strict=True):
-            at = np.uint64(part.at)
-            bases = Reached(row.host + at, row.seen + at, row.link, row.edges) if part.at else row
-            if self.to_host:
-                done = copy(table, bases, ids.count - skip, src_index=ids, first=skip, stream=stream)
-            else:
-                done = copy(bases, table, ids.count - skip, dst_index=ids, first=skip, stream=stream)
-            if device is not None and ids.host is None:
-                watch(device, done)
-        return done
-
     def _copy(self, places: list[int], known: bool, ids: IndexVector, skip: int, stream: int | None) -> Any:
         device = self.paged.device
-        row = None if device is None else self._on_device(places, known)
-        if row is not None:
-            return self._by_parts(row, ids, skip, stream)
-        if self._plan is None:
-            return self._by_parts(reach(places, self.nbytes, device), ids, skip, stream)
+        row = self._on_device(places, known) if device is not None and self._open else None
+        # With ids that only the device sees it is the kernel that copies.
+        if row is None and (self._plan is None or (device is not None and self._open and ids.host is None)):
+            row = reach(places, self.nbytes, device)
+        if row is not None or self._plan is None:
+            assert row is not None
+            return self._copies.run(row, ids, skip, ids.count - skip, stream)
         done = self._plan(places, ids, skip=skip, stream=stream)
         if device is not None and ids.host is None:
             watch(device, done)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,15 +22,18 @@ from kvraw.adapters.lmcache._types import (
     format_of,
 )
 from kvraw.arrays import U64, IndexVector
-from kvraw.engines.device_state import device_state
-from kvraw.prepared import Copy, DeviceTable, Reached, Ready
+from kvraw.engines.device_state import DeviceState, device_state
+from kvraw.engines.operands import Operands
+from kvraw.prepared import Copy, DeviceTable, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
+from kvraw.runtime.inflight import Operation
 from kvraw.runtime.memory import PinnedBuffer
 
 __all__ = ["execute_object_group_transfer"]
 
 _MOST, _TOP = 256, 2**64
+_NONE = np.zeros(0, np.uint64)
 _bits: dict[tuple[int, int, int], int] = {}
 
 
@@ -130,7 +133,7 @@ def _group(at: int, spec: KernelGroupSpec, to_host: bool, device: int | None) ->
 
 def _launches(
     group: _Group, ends: tuple[Sequence[Any], Sequence[Any]], spec: KernelGroupSpec, launch: LaunchVar
-) -> list[Ready | Callable[[], object]]:
+) -> list[Any]:
     """The copies of a launch, ready; none where there is nothing to copy."""
     total, count, at = launch.total_blocks, launch.num_objects, launch.block_ids_offset
     if not 1 <= count <= len(group.objects):
@@ -153,14 +156,31 @@ def _launches(
     ids = (
         IndexVector(host_ids(where, total), 0, total) if device is None else IndexVector(None, where, total, 8, device)
     )
-    found: list[Ready | Callable[[], object]] = []
-    for copy, table, objects in zip(group.copies, *ends, strict=True):
+    found: list[Any] = []
+    for copy, table, objects in zip(group.copies.each, *ends, strict=True):
+        if device is not None and group.copies.kernel:
+            flat = Operands(objects.seen), Operands(_NONE, ids, table)
+            found.append(_Launch(copy, flat[::-1] if group.to_host else flat, skip, total - skip, objects.link))
+            continue
         work = copy.ready if device is not None else partial(partial, copy)
         if group.to_host:
             found.append(work(table, objects, total - skip, src_index=ids, first=skip))
         else:
             found.append(work(objects, table, total - skip, dst_index=ids, first=skip))
     return found
+
+
+class _Launch:
+    """A copy that the kernel carries out, ready."""
+
+    __slots__ = ("_copy", "_count", "_ends", "_first", "_link")
+
+    def __init__(self, copy: PreparedCopy, ends: tuple[Operands, Operands], first: int, count: int, link: bool) -> None:
+        self._copy, self._ends, self._first, self._count, self._link = copy, ends, first, count, link
+
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> None:
+        """Enqueue it as a part of an operation; the device's context is current."""
+        self._copy.enqueue_kernel(state, operation, *self._ends, self._first, self._count, link=self._link)
 
 
 def execute_object_group_transfer(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvraw import config
+from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._types import ArgumentError
 from kvraw.arrays import U64, pointer_vector
@@ -142,21 +143,24 @@ class Paged:
             self.tables = tables
         return self.tables
 
-    def copies(self, by: str, to_host: bool, flat: Callable[[Part], Side], key: object) -> list[PreparedCopy]:
+    def copies(self, by: str, to_host: bool, flat: Callable[[Part], Side], key: object) -> Copies:
         """A prepared copy for each part; `key` tells the flat sides of different calls apart."""
-        return self.ready(
-            (by, to_host, key),
-            lambda: [
+
+        def make() -> Copies:
+            engine, index = config.ENGINE.get(), _INDEX[by]
+            each = [
                 PreparedCopy(
                     part.plan(flat(part), by, to_host),
                     device=self.device,
-                    engine="kernel" if config.ENGINE.get() == "staged" else "auto",  # these have no staged form
+                    engine="kernel" if engine == "staged" else "auto",  # these have no staged form
                     names=("paged", "objects") if to_host else ("objects", "paged"),
-                    index_names=(_INDEX[by], "objects") if to_host else ("objects", _INDEX[by]),
+                    index_names=(index, "objects") if to_host else ("objects", index),
                 )
                 for part in self.parts
-            ],
-        )
+            ]
+            return Copies(self, to_host, each, index, engine != "copy")
+
+        return self.ready((by, to_host, key), make)
 
 
 def _planes(number: int, kv_size: int) -> int:

@@ -10,9 +10,9 @@ from kvraw.adapters.lmcache._blocks import ids_of
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns
 from kvraw.adapters.lmcache._paged import INDEXER, Counts, Paged, Part, from_pointers, from_tensors, host_table
-from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, tensor_device, watch
+from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, tensor_device
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla
-from kvraw.arrays import U64, IndexVector, pointer_vector
+from kvraw.arrays import U64, pointer_vector
 from kvraw.errors import BoundsError
 from kvraw.formats import FORMATS
 from kvraw.plan import Side
@@ -93,25 +93,26 @@ class _Rows:
         ids = ids_of("slot_mapping", slots, device, keep=tensor)
         if ids.count < self.count:
             raise BoundsError(f"slot_mapping has {ids.count} slots for {self.count} tokens")
-        if self.count <= skip:
+        count = self.count - skip
+        if count <= 0:
             return
         address = int(tensor.data_ptr()) + offset
         if device is None:
-            self._run(self._reached(address, Where(None, address)), ids, skip, stream)
+            self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream)
             return
         if tensor.device.type != "cpu":
-            self._run(self._reached(address, Where(device, address)), ids, skip, stream)
+            self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream)
             return
         with DeviceScope(device):
             where = locate(address, self._span)
             if where.device_address:
-                self._run(self._reached(address, where), ids, skip, stream)
+                self._copies.run(self._reached(address, where), ids, skip, count, stream)
                 return
             stand_ins = StandIns([(address, self._span)], device, fill=True)
             address = stand_ins.addresses[0]
             ids = ids._replace(owner=(ids.owner, stand_ins))
-            done = self._run(self._reached(address, locate(address, self._span)), ids, skip, stream)
-        if self.to_host:
+            done = self._copies.run(self._reached(address, locate(address, self._span)), ids, skip, count, stream)
+        if self.to_host and done is not None:
             done.wait()
             stand_ins.copy_back()
 
@@ -126,19 +127,6 @@ class _Rows:
         if where.device is not None:
             self._last = address, found
         return found
-
-    def _run(self, row: Reached, ids: IndexVector, skip: int, stream: int | None) -> Any:
-        done, device, count = None, self.paged.device, self.count - skip
-        for copy, part, table in zip(self._copies, self.paged.parts, self.paged.reached(), strict=True):
-            at = np.uint64(part.at)
-            side = Reached(row.host + at, row.seen + at, row.link, row.edges) if part.at else row
-            if self.to_host:
-                done = copy(table, side, count, src_index=ids, first=skip, stream=stream)
-            else:
-                done = copy(side, table, count, dst_index=ids, first=skip, stream=stream)
-            if device is not None and ids.host is None:
-                watch(device, done)
-        return done
 
 
 def _rows(
