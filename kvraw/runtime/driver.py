@@ -387,6 +387,8 @@ def driver() -> CudaDriver:
 
 def driver_or_none() -> CudaDriver | None:
     """The driver, or None where there is none to be had."""
+    if _absent is not None and not _forked:
+        return _driver
     try:
         return driver()
     except (DriverNotFoundError, UnsupportedDriverError):
