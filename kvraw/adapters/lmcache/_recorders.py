@@ -135,11 +135,7 @@ class Recorder:
                 with DeviceScope(device):
                     self._enqueue(d, device, stream, value)
                 return
-            context = d.stream_context(stream)
-            if context == d.context_current():
-                self._enqueue(d, d.context_device(), stream, value)
-                return
-            d.context_push(context)
+            d.context_push(d.stream_context(stream))
             try:
                 self._enqueue(d, d.context_device(), stream, value)
             finally:
