@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from kvraw.adapters import tensors
 from kvraw.adapters.sglang_direct import device_of
-from kvraw.adapters.sglang_kernel import End, Rows, default_quota, transfer
+from kvraw.adapters.sglang_kernel import default_quota, transfer
 from kvraw.batch import memcpy_batch
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.plan import CopyPlan, Side
@@ -20,35 +21,41 @@ _INTS = ("int64", "int32")
 _WARPS = 32
 
 
-def _row_stride(name: str, tensor: Any, element_dim: int) -> int:
-    """Bytes from row to row of a tensor whose last axes make rows of `element_dim` elements."""
-    size, shape, strides = int(tensor.element_size()), tuple(tensor.shape), tuple(tensor.stride())
-    if tensor.is_contiguous():
-        if tensor.numel() % element_dim:
-            raise LayoutError(f"{name} has shape {shape}, must hold whole rows of {element_dim} elements")
-        return element_dim * size
+@lru_cache(maxsize=1024)
+def _row_stride(name: str, shape: tuple[int, ...], strides: tuple[int, ...], size: int, dense: bool, dim: int) -> int:
+    """Bytes from row to row of a tensor whose last axes make rows of `dim` elements of `size` bytes."""
+    if dense:
+        if int(np.prod(shape, dtype=np.int64)) % dim:
+            raise LayoutError(f"{name} has shape {tuple(shape)}, must hold whole rows of {dim} elements")
+        return dim * size
     row = 1
     for n, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
         if n != 1 and step != row:
-            raise LayoutError(f"{name} has shape {shape}, strides {strides}: gaps inside a row")
+            raise LayoutError(f"{name} has shape {tuple(shape)}, strides {strides}: gaps inside a row")
         row *= n
-    if row != element_dim:
-        raise LayoutError(f"{name} has rows of {row} elements, must have {element_dim}")
+    if row != dim:
+        raise LayoutError(f"{name} has rows of {row} elements, must have {dim}")
     return int(strides[0]) * size
+
+
+def _one_stride(name: str, group: tuple[Any, ...], size: int, dim: int) -> int:
+    found = [_row_stride(name, t.shape, t.stride(), size, t.is_contiguous(), dim) for t in group]
+    if found[0] != found[-1]:
+        raise LayoutError(f"k and v of {name} have strides of {sorted(found)} bytes, must have one")
+    return found[0]
 
 
 def _one_layer(
     dst: tuple[Any, ...], indices_dst: Any, src: tuple[Any, ...], indices_src: Any, element_dim: int | None, quota: Any
 ) -> None:
+    size = dst[0].element_size()
+    if any(t.element_size() != size for t in (*dst, *src)):
+        raise LayoutError("the elements of all tensors must have one size")
     dim = element_dim or int(dst[0].shape[-1])
-    ends = []
-    for name, group in (("src", src), ("dst", dst)):
-        strides = {_row_stride(f"cache_{name}", t, dim) for t in group}
-        if len(strides) != 1:
-            raise LayoutError(f"k and v of {name} have strides of {sorted(strides)} bytes, must have one")
-        ends.append(End(name, "lf", group, strides.pop()))
-    rows = Rows(dim * int(dst[0].element_size()))
-    transfer(ends[0], ends[1], indices_src, indices_dst, rows, quota or default_quota(quota), _WARPS, _INTS)
+    strides = _one_stride("cache_src", src, size, dim), _one_stride("cache_dst", dst, size, dim)
+    ends = ("lf", strides[0], src), ("lf", strides[1], dst)
+    numbers = (dim * size, 1, 0, 1, 1)
+    transfer(*ends, indices_src, indices_dst, numbers, quota or default_quota(quota), _WARPS, _INTS)
 
 
 def _all_layer(
@@ -64,9 +71,9 @@ def _all_layer(
         if strides[0] != strides[1]:
             raise LayoutError(f"element_size is needed where strides differ: {strides[0]} and {strides[1]} bytes")
         element_size = strides[0]
-    rows = Rows(element_size, int(src[0].shape[0]))
-    ends = End("src", "table", src, strides[0]), End("dst", "table", dst, strides[1])
-    transfer(*ends, indices_src, indices_dst, rows, quota or default_quota(quota), _WARPS, _INTS)
+    ends = ("table", strides[0], src), ("table", strides[1], dst)
+    numbers = (element_size, src[0].shape[0], 0, 1, 1)
+    transfer(*ends, indices_src, indices_dst, numbers, quota or default_quota(quota), _WARPS, _INTS)
 
 
 def transfer_hicache_one_layer(

@@ -114,9 +114,9 @@ class Case:
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What an earlier test's kernels found is not raised here."""
     tensors.errors_of[0].clear()
-    sglang_kernel._ready.cache_clear()
+    sglang_kernel._known.clear()
     yield
-    sglang_kernel._ready.cache_clear()
+    sglang_kernel._known.clear()
 
 
 @pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
