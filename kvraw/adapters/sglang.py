@@ -312,7 +312,7 @@ def transfer_kv_direct(
     if len(src_layers) != len(dst_layers):
         raise RuntimeError("Source and destination layers must have the same number of layers")
     index = direct.page_indices(src_indices, dst_indices, page_size)
-    direct.copy_tokens(src_layers, dst_layers, index, page_size)
+    direct.copy_tokens(src_layers, dst_layers, index)
 
 
 def transfer_kv_per_layer_direct_pf_lf(

@@ -100,22 +100,14 @@ def one_per_allocation(addresses: Iterable[int]) -> list[int]:
 
 
 def all_pinned(addresses: Sequence[int]) -> bool:
-    """Whether host memory at these addresses, in ascending order, is pinned; the device's context is current."""
+    """Whether host memory at these addresses is pinned; the device's context is current."""
     call = driver()
-    if len(addresses) <= 2:  # asking what the device sees costs a fraction of asking for the allocation
-        try:
-            for address in addresses:
-                call.host_device_address(address)
-            return True
-        except DriverError:
-            pass
-    stop = 0
     for address in addresses:
-        if address >= stop:
-            info = call.pointer_info(address)
-            if info is None:
+        try:
+            call.host_device_address(address)  # a fraction of the cost of asking for the allocation
+        except DriverError:
+            if call.pointer_info(address) is None:
                 return False
-            stop = info.base + info.size
     return True
 
 
@@ -204,9 +196,9 @@ class _Table:
 
     __slots__ = ("asked", "bits", "ref", "version")
 
-    def __init__(self, tensor: Any, key: int) -> None:
+    def __init__(self, tensor: Any, key: int, version: int) -> None:
         self.ref = weakref.ref(tensor, lambda _: _tables.pop(key, None))
-        self.version = getattr(tensor, "_version", 0)
+        self.version = version
         self.bits, self.asked = 8, False
 
 
@@ -226,8 +218,12 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
     """
     key = id(tensor)
     table = _tables.get(key)
-    if table is None or table.ref() is not tensor or table.version != getattr(tensor, "_version", 0):
-        table = _tables[key] = _Table(tensor, key)
+    try:
+        version = tensor._version
+    except RuntimeError:  # made in inference mode: nothing tells when it is changed
+        return 8
+    if table is None or table.version != version or table.ref() is not tensor:
+        table = _tables[key] = _Table(tensor, key, version)
     elif table.asked:
         return table.bits
     if not driver().stream_capturing(stream):
@@ -249,7 +245,10 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
 
 def index_array(tensor: Any) -> I64:
     """Indices on the host as they are: int64, or int32 widened."""
-    return np.ascontiguousarray(np.asarray(tensor).ravel(), np.int64)
+    array = np.asarray(tensor)
+    if array.ndim == 1 and array.dtype == np.int64 and array.flags.c_contiguous:
+        return array
+    return np.ascontiguousarray(array.ravel(), np.int64)
 
 
 def table_array(tensor: Any) -> U64:
