@@ -22,13 +22,23 @@ from kvraw.adapters.sglang_more import (
     transfer_hicache_one_layer,
     transfer_hicache_one_layer_mla,
 )
+from kvraw.adapters.sglang_staged import (
+    can_use_hicache_jit_kernel,
+    can_use_write_back_jit_kernel,
+    transfer_hicache_all_layer_mla_staged_lf_pf,
+    transfer_hicache_all_layer_staged_lf_pf,
+)
 
 __all__ = [
+    "can_use_hicache_jit_kernel",
+    "can_use_write_back_jit_kernel",
     "copy_all_layer_kv_cache_cpu",
     "is_hip",
     "transfer_embedding_ranges_direct",
     "transfer_hicache_all_layer",
     "transfer_hicache_all_layer_mla",
+    "transfer_hicache_all_layer_mla_staged_lf_pf",
+    "transfer_hicache_all_layer_staged_lf_pf",
     "transfer_hicache_one_layer",
     "transfer_hicache_one_layer_mla",
     "transfer_kv_all_layer",

@@ -20,7 +20,7 @@ from kvraw.engines.copy_engine import Descriptors
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.runtime.context import DeviceScope
 
-__all__ = ["copy_pages", "copy_tokens", "device_of", "page_indices"]
+__all__ = ["bounded", "copy_pages", "copy_tokens", "device_of", "first_of_pages", "page_indices"]
 
 NAMES = ("src_indices", "dst_indices")
 
@@ -193,7 +193,8 @@ def _send(ready: _Ready, copies: list[tuple[U64, U64, U64]], refs: object) -> No
     enqueue(d, ready.device, on_host=ready.on_host, refs=refs)
 
 
-def _bounded(name: str, values: I64, most: int, step: int = 1) -> None:
+def bounded(name: str, values: I64, most: int, step: int = 1) -> None:
+    """Check indices against their limit; `step` is the tokens that each stands for."""
     # As unsigned numbers, negative ones are above every limit: one pass tells for both ends.
     if int(np.maximum.reduce(values.view(np.uint64))) < most:
         return
@@ -226,7 +227,7 @@ def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) 
         return
     ready = _known(("tokens",), src, dst, lambda: _token_groups(src, dst))
     for name, values, most in zip(NAMES, index, ready.most, strict=True):  # all is checked before anything moves
-        _bounded(name, values, most)
+        bounded(name, values, most)
     singles = Descriptors(index[1].view(np.uint64), index[0].view(np.uint64), np.ones(len(index[0]), np.uint64))
     runs = copy_engine.merge(singles)
     copies = []
@@ -239,7 +240,7 @@ def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) 
         _send(ready, copies, (src, dst))
 
 
-def _first_of_pages(name: str, values: I64, page_size: int, aligned: bool) -> tuple[I64, I64]:
+def first_of_pages(name: str, values: I64, page_size: int, aligned: bool) -> tuple[I64, I64]:
     """First index of each page, once its pages are known to be pages; and the page, where they are `aligned`."""
     pages = values.reshape(-1, page_size)
     first = np.ascontiguousarray(pages[:, 0])
@@ -315,10 +316,10 @@ def copy_pages(
     )
     if not len(paged_indices) or not ready.groups:
         return
-    at_page, page = _first_of_pages(index_names[0], paged_indices, page_size, aligned=True)
-    tokens, _ = _first_of_pages(index_names[1], layered_indices, page_size, aligned=False)
-    _bounded(index_names[0], at_page, ready.most[0], page_size)
-    _bounded(index_names[1], tokens, ready.most[1], page_size)
+    at_page, page = first_of_pages(index_names[0], paged_indices, page_size, aligned=True)
+    tokens, _ = first_of_pages(index_names[1], layered_indices, page_size, aligned=False)
+    bounded(index_names[0], at_page, ready.most[0], page_size)
+    bounded(index_names[1], tokens, ready.most[1], page_size)
     copies = []
     for g in ready.groups:
         sides = (g.dst, g.src) if to_pages else (g.src, g.dst)

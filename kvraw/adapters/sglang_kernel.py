@@ -16,7 +16,7 @@ from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope
 
-__all__ = ["End", "Numbers", "Rows", "default_quota", "transfer"]
+__all__ = ["End", "Numbers", "Rows", "default_quota", "index_on_device", "launch", "transfer"]
 
 NO_LIMIT = 2**62
 QUOTA_VARIABLE, QUOTA = "SGLANG_HICACHE_BLOCK_QUOTA", 2
@@ -235,7 +235,7 @@ def _host_tables(group: tuple[Any, ...], layers: int) -> U64:
 
 
 def _operands(
-    name: str, end: End, side: _Side, layers: int, index: IndexVector, state: DeviceState, stream: int
+    name: str, end: End, side: _Side, layers: int, index: IndexVector | None, state: DeviceState, stream: int
 ) -> Operands | None:
     """An end as the kernel takes it; None where pinned memory is no longer what it was."""
     if side.table is not None:
@@ -297,8 +297,8 @@ def transfer(
             f"block_quota is {quota}, num_warps_per_block {warps}: must be positive, and at most 32 warps"
         )
     device = src_indices.get_device() if on_gpu else None
-    key = (src[0], src[1], _see(src[2]), dst[0], dst[1], _see(dst[2]), numbers, quota, warps, device)
     if device is None:
+        key = (src[0], src[1], _see(src[2]), dst[0], dst[1], _see(dst[2]), numbers, quota, warps, None)
         ready = _known.get(key) or _learn(key, src, dst, numbers, quota, warps, None)
         if count and layers:
             bases = [
@@ -309,13 +309,29 @@ def transfer(
         return
     if dst_indices.get_device() != device:
         raise PlacementError(f"src_indices lie on device {device}, dst_indices on {dst_indices.get_device()}")
-    stream = tensors.current_stream(device)
+    at, to = index_on_device(src_indices, count, device), index_on_device(dst_indices, count, device)
+    launch(src, dst, numbers, quota, warps, device, at, to, count)
+
+
+def launch(
+    src: End,
+    dst: End,
+    numbers: Numbers,
+    quota: int,
+    warps: int,
+    device: int,
+    at: IndexVector | None,
+    to: IndexVector | None,
+    count: int,
+) -> None:
+    """Enqueue the kernel on a device's current stream; a side without an index takes its tokens in order."""
+    key = (src[0], src[1], _see(src[2]), dst[0], dst[1], _see(dst[2]), numbers, quota, warps, device)
+    stream, layers = tensors.current_stream(device), numbers[1]
     with DeviceScope(device):
         ready = _known.get(key) or _learn(key, src, dst, numbers, quota, warps, device)
         if not count or not layers:
             return
         state = device_state(device)
-        at, to = _on_device(src_indices, names[0], count, device), _on_device(dst_indices, names[1], count, device)
         while True:
             reads = _operands("src", src, ready.src, layers, at, state, stream)
             writes = _operands("dst", dst, ready.dst, layers, to, state, stream)
@@ -336,7 +352,8 @@ def _learn(
     return ready
 
 
-def _on_device(index: Any, dtype: str, count: int, device: int) -> IndexVector:
+def index_on_device(index: Any, count: int, device: int) -> IndexVector:
+    """Indices that lie on the device, of int64 or int32."""
     if not index.is_contiguous():
         index = index.contiguous()
-    return IndexVector(None, index.data_ptr(), count, 8 if dtype == "int64" else 4, device, index)
+    return IndexVector(None, index.data_ptr(), count, index.element_size(), device, index)
