@@ -22,12 +22,8 @@ _WARPS = 32
 
 
 @lru_cache(maxsize=1024)
-def _row_stride(name: str, shape: tuple[int, ...], strides: tuple[int, ...], size: int, dense: bool, dim: int) -> int:
-    """Bytes from row to row of a tensor whose last axes make rows of `dim` elements of `size` bytes."""
-    if dense:
-        if int(np.prod(shape, dtype=np.int64)) % dim:
-            raise LayoutError(f"{name} has shape {tuple(shape)}, must hold whole rows of {dim} elements")
-        return dim * size
+def _row_stride(name: str, shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> int:
+    """Elements from row to row of a tensor with gaps, whose last axes make rows of `dim` elements."""
     row = 1
     for n, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
         if n != 1 and step != row:
@@ -35,22 +31,28 @@ def _row_stride(name: str, shape: tuple[int, ...], strides: tuple[int, ...], siz
         row *= n
     if row != dim:
         raise LayoutError(f"{name} has rows of {row} elements, must have {dim}")
-    return int(strides[0]) * size
+    return int(strides[0])
 
 
 def _one_stride(name: str, group: tuple[Any, ...], size: int, dim: int) -> int:
-    found = [_row_stride(name, t.shape, t.stride(), size, t.is_contiguous(), dim) for t in group]
-    if found[0] != found[-1]:
-        raise LayoutError(f"k and v of {name} have strides of {sorted(found)} bytes, must have one")
-    return found[0]
+    """Bytes from row to row of tensors whose rows have `dim` elements of `size` bytes."""
+    found = 0
+    for t in group:
+        step = dim if t.is_contiguous() else _row_stride(name, t.shape, t.stride(), dim)
+        if t.numel() % dim:
+            raise LayoutError(f"{name} has shape {tuple(t.shape)}, must hold whole rows of {dim} elements")
+        if t.element_size() != size:
+            raise LayoutError(f"{name} has elements of {t.element_size()} bytes, must have {size} as the destination")
+        if found and found != step:
+            raise LayoutError(f"k and v of {name} have strides of {found} and {step} elements, must have one")
+        found = step
+    return found * size
 
 
 def _one_layer(
     dst: tuple[Any, ...], indices_dst: Any, src: tuple[Any, ...], indices_src: Any, element_dim: int | None, quota: Any
 ) -> None:
     size = dst[0].element_size()
-    if any(t.element_size() != size for t in (*dst, *src)):
-        raise LayoutError("the elements of all tensors must have one size")
     dim = element_dim or int(dst[0].shape[-1])
     strides = _one_stride("cache_src", src, size, dim), _one_stride("cache_dst", dst, size, dim)
     ends = ("lf", strides[0], src), ("lf", strides[1], dst)

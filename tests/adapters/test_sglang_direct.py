@@ -232,6 +232,22 @@ def test_hicache_one_layer(w: TorchLike, verb: str, planes: int, dtype: str) -> 
     same(w, list(zip(mine + theirs, flat + pool, strict=True)))
 
 
+def test_hicache_one_layer_checks(w: TorchLike) -> None:
+    flat, pool = w.put(w.kinds[0], bytes_of(TOKENS, 32)), w.put(w.kinds[1], bytes_of(TOKENS, LAYERS, 32))
+    view, wide = pool.select(1, 1), w.put(w.kinds[1], np.zeros((TOKENS, 32), np.int16))
+    at = ids(w, [0], True)
+    for dst, src, dim, message in [
+        (flat, view, 20, "cache_src has rows of 32 elements, must have 20"),
+        (flat, pool.select(2, 1), 32, "gaps inside a row"),
+        (flat, flat, 36, r"cache_src has shape \(24, 32\), must hold whole rows of 36 elements"),
+        (flat, wide, 32, "cache_src has elements of 2 bytes, must have 1 as the destination"),
+    ]:
+        with pytest.raises(kvraw.LayoutError, match=message):
+            sglang.transfer_hicache_one_layer_mla(dst, at, src, at, element_dim=dim)
+    with pytest.raises(kvraw.LayoutError, match="k and v of cache_src have strides of 96 and 32 elements"):
+        sglang.transfer_hicache_one_layer(flat, flat, at, view, flat, at)
+
+
 @pytest.mark.parametrize("planes", [1, 2])
 def test_hicache_all_layer(w: TorchLike, planes: int) -> None:
     flat = [bytes_of(LAYERS, TOKENS, 32, seed=k) for k in range(planes)]
