@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import tensors
+from kvraw.adapters.sglang_batch import enqueue
 from kvraw.adapters.sglang_direct import device_of
 from kvraw.adapters.sglang_kernel import default_quota, transfer
 from kvraw.batch import memcpy_batch
+from kvraw.engines.copy_engine import Descriptors
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
-from kvraw.runtime.memory import locate_all
 
 _INTS = ("int64", "int32")
 _WARPS = 32
@@ -167,11 +168,14 @@ def transfer_embedding_ranges_direct(
     base = [
         np.uint64(t.data_ptr()) + (at * rows[0]).astype(np.uint64) for t, at in zip((src, dst), starts, strict=True)
     ]
-    device = device_of((src, dst))
-    stream = None if device is None else tensors.current_stream(device)
-    nbytes = (counts * rows[0]).astype(np.uint64)
-    pageable = device is not None and locate_all(np.array([src.data_ptr(), dst.data_ptr()], np.uint64)).pageable
-    memcpy_batch(base[1], base[0], nbytes, stream=stream, device=device, pageable=pageable, refs=(src, dst))
+    device, nbytes = device_of((src, dst)), (counts * rows[0]).astype(np.uint64)
+    kept = nbytes > 0
+    copies = Descriptors(base[1][kept], base[0][kept], nbytes[kept])
+    if device is None:
+        memcpy_batch(copies.dst, copies.src, copies.sizes)
+        return
+    on_host = [int(t.data_ptr()) for t in (src, dst) if not t.is_cuda]
+    enqueue(copies, device, on_host=on_host, refs=(src, dst))
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:

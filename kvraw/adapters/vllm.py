@@ -22,10 +22,9 @@ from kvraw.engines.device_state import device_state
 from kvraw.engines.operands import Operands
 from kvraw.errors import BoundsError, DriverError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
-from kvraw.prepared import PreparedCopy
+from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import locate_all
 
 __all__ = ["swap_blocks", "swap_blocks_batch"]
 
@@ -71,16 +70,18 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
             f"must be positive, and [n, 2]"
         )
     mapping = np.asarray(block_mapping).astype(np.int64, copy=False)
-    device = device_of((src, dst))
-    limits = tensors.reach(src) // block_size_in_bytes, tensors.reach(dst) // block_size_in_bytes
-    bases = [int(src.data_ptr())], [int(dst.data_ptr())]
+    device, spans = device_of((src, dst)), (tensors.reach(src), tensors.reach(dst))
+    limits = spans[0] // block_size_in_bytes, spans[1] // block_size_in_bytes
+    bases: list[Any] = [np.array([t.data_ptr()], np.uint64) for t in (src, dst)]
     engine, stream = "auto", None
     if device is not None:
         stream = tensors.current_stream(device)
-        engine = "copy" if locate_all(np.array(bases[0] + bases[1], np.uint64)).pageable else "auto"
+        found = [tensors.find_ranges(base, span) for base, span in zip(bases, spans, strict=True)]
+        bases = [Reached(b, f.seen, f.link, f.edges, f.pageable) for b, f in zip(bases, found, strict=True)]
+        engine = "copy" if found[0].pageable or found[1].pageable else "auto"
     index = [IndexVector(np.ascontiguousarray(column), 0, len(column)) for column in mapping.T]
     copy = _blocks(block_size_in_bytes, limits, device, engine)
-    copy(*bases, len(mapping), src_index=index[0], dst_index=index[1], stream=stream, refs=(src, dst))
+    copy(bases[0], bases[1], len(mapping), src_index=index[0], dst_index=index[1], stream=stream, refs=(src, dst))
 
 
 def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False) -> None:

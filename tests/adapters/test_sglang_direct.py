@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import sglang, tensors
+from kvraw.adapters import sglang, sglang_direct, tensors
 from tests.helpers import kv_oracle as oracle
 from tests.helpers.torch_like import Tensor, TorchLike
 
@@ -190,6 +191,35 @@ def test_checks(w: TorchLike) -> None:
             call(*args)  # type: ignore[operator]
     for tensor in (a, b, page):
         assert not w.take(tensor).any()
+
+
+def test_lists_of_all_layers_that_change(w: TorchLike) -> None:
+    """They are known by identity: a tensor given other memory in place, another in its stead, and one that is gone."""
+    count, kinds = 10, w.kinds
+    a = [bytes_of(TOKENS, 8, seed=k) for k in range(count)]
+    b = [bytes_of(TOKENS, 8, seed=k + 50) for k in range(count)]
+    src, dst = [w.put(kinds[0], x) for x in a], [w.put(kinds[1], x) for x in b]
+    reads, writes = ids(w, [3, 4, 9], False), ids(w, [0, 1, 2], False)
+    sglang_direct._by_identity.clear()
+    for change in ("", "", "in place", "another", "gone"):
+        if change == "in place":
+            a[4] = bytes_of(TOKENS, 8, seed=100)
+            src[4].base = w.put(kinds[0], a[4]).base
+        elif change == "another":
+            a[5] = bytes_of(TOKENS, 8, seed=101)
+            src[5] = w.put(kinds[0], a[5])
+        elif change == "gone":
+            del src[7], dst[7], a[7], b[7]
+        sglang.transfer_kv_direct(src, dst, reads, writes, 1)
+        for x, y in zip(a, b, strict=True):
+            y[:3] = x[[3, 4, 9]]
+        same(w, list(zip(src + dst, a + b, strict=True)))
+    if w.stream is not None:
+        tensors.device_state(0).books.drain()
+    assert len(sglang_direct._by_identity) == 1  # those with tensors that are gone are forgotten
+    del src, dst
+    gc.collect()
+    assert not sglang_direct._by_identity
 
 
 def test_the_default_stream(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
