@@ -243,9 +243,9 @@ def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) 
 def first_of_pages(name: str, values: I64, page_size: int, aligned: bool) -> tuple[I64, I64]:
     """First index of each page, once its pages are known to be pages; and the page, where they are `aligned`."""
     pages = values.reshape(-1, page_size)
-    first = np.ascontiguousarray(pages[:, 0])
+    first = values[::page_size].copy()
     number, rest = np.divmod(first, page_size) if aligned else (first, None)
-    whole = page_size == 1 or np.logical_and.reduce(pages[:, 1:] - pages[:, :-1] == 1, axis=None)
+    whole = page_size == 1 or not np.count_nonzero(pages[:, 1:] - pages[:, :-1] != 1)
     if whole and (rest is None or not np.count_nonzero(rest)):
         return first, number
     right = (pages[:, 1:] - pages[:, :-1] == 1).all(1)
@@ -331,5 +331,7 @@ def copy_pages(
             at = (at[:, None] + inner).ravel()
         ends = (sides[0] + pages).ravel(), (sides[1] + at * np.uint64(steps[1])).ravel()
         dst, src = ends if to_pages else ends[::-1]
-        copies.append((dst, src, np.full(len(dst), nbytes, np.uint64)))
+        sizes = np.empty(len(dst), np.uint64)
+        sizes.fill(nbytes)
+        copies.append((dst, src, sizes))
     _send(ready, copies, (paged, layered))
