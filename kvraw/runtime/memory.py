@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, active_device
 from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 from kvraw.runtime.owner import Owner
 from kvraw.runtime.register import Registration as Registration
@@ -67,7 +67,14 @@ def _allocation(d: CudaDriver, address: int) -> _Allocation | None:
         return found
     info = d.pointer_info(address)
     if info is None:
-        return None
+        # Without a current context a driver may know nothing of memory that is pinned.
+        other = active_device() if d.context_device() < 0 else None
+        if other is None:
+            return None
+        with DeviceScope(other):
+            info = d.pointer_info(address)
+        if info is None:
+            return None
     device = None if info.kind == "host" else info.device
     shift = info.device_address - address if device is None else 0
     found = _Allocation(info.base, info.base + info.size, shift, device)

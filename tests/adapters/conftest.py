@@ -7,9 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from kvraw.adapters.lmcache import _groups, _memo, _pageable, _paged, _place, _utilities
-from kvraw.runtime.driver import PointerInfo
-from tests.emulator.fake_driver import FakeDriver
-from tests.emulator.fake_streams import LEGACY
 
 
 @pytest.fixture(params=["host", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -33,23 +30,3 @@ def forgetful() -> Iterator[None]:
     yield
     for one in kept:
         one.clear()
-
-
-@pytest.fixture(autouse=True)
-def contexts_matter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For LMCache: without a current context the driver knows no pinned memory, and no default stream to ask about."""
-    if "lmcache" not in request.module.__name__:
-        return
-    capturing, info = FakeDriver.stream_capturing, FakeDriver.pointer_info
-
-    def stream_capturing(self: FakeDriver, stream: int) -> bool:
-        if stream in LEGACY:
-            self._here("stream_capturing")
-        return capturing(self, stream)
-
-    def pointer_info(self: FakeDriver, address: int) -> PointerInfo | None:
-        found = info(self, address)
-        return None if found is not None and found.kind == "host" and not self.context_current() else found
-
-    monkeypatch.setattr(FakeDriver, "stream_capturing", stream_capturing)
-    monkeypatch.setattr(FakeDriver, "pointer_info", pointer_info)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import kvraw
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.memory import locate
 from kvraw.runtime.register import boundaries
 from tests.helpers.world import TOKENS, World
 
@@ -61,7 +63,8 @@ def test_chunks_of_every_kind(world: World, kind: str) -> None:
         np.testing.assert_array_equal(world.now()[:, :, other], world.paged[:, :, ids])
         pool.wait_ready(60)
         assert pool.info()["pinned_bytes"] == SIZE
-        found = driver().pointer_info(chunks[0].address)
+        with DeviceScope(world.device):
+            found = driver().pointer_info(chunks[0].address)
         assert found is not None
         assert found.kind == "host"
         view = chunks[0].numpy()
@@ -69,7 +72,7 @@ def test_chunks_of_every_kind(world: World, kind: str) -> None:
     gc.collect()
     np.testing.assert_array_equal(view, want)  # unpinned or not, the bytes stay while somebody looks at them
     if kind != "pinned":
-        assert driver().pointer_info(pool.address) is None
+        assert not locate(pool.address, 1).device_address
 
 
 def test_copies_are_cut_where_registrations_meet(world: World) -> None:
@@ -109,9 +112,9 @@ def test_registering_twice(world: World) -> None:
         first = kvraw.Registration(pool.address, SIZE, world.device)
         second = kvraw.Registration(pool.address, SIZE, world.device)
         first.close()
-        assert driver().pointer_info(pool.address) is not None
+        assert locate(pool.address, 1).device_address
         second.close()
-        assert driver().pointer_info(pool.address) is None
+        assert not locate(pool.address, 1).device_address
 
 
 def test_a_pool_closes_under_transfers(world: World) -> None:
@@ -134,10 +137,10 @@ def test_a_pool_that_is_dropped_stays_pinned_under_a_transfer(world: World) -> N
     transfer = kvraw.store(world.cache, [view], [5, 6], stream=world.stream)
     del pool, chunk
     gc.collect()
-    assert driver().pointer_info(address) is not None
+    assert locate(address, 1).device_address
     transfer.wait()
     rows = view.reshape(world.chunk(0).shape)[:, :, :2]
     np.testing.assert_array_equal(rows, world.paged[:, :, 5:7].transpose(1, 0, 2, 3, 4, 5))
     del view, rows, transfer
     gc.collect()
-    assert driver().pointer_info(address) is None
+    assert not locate(address, 1).device_address

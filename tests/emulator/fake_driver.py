@@ -235,9 +235,13 @@ class FakeDriver(FakeStreams):
             raise self._error("CUDA_ERROR_INVALID_VALUE", "host_device_address")
         return block.device_address + address - block.address
 
+    def _knows(self, block: _Block) -> bool:
+        """Without a current context a driver tells nothing of pinned memory."""
+        return block.kind == "device" or bool(self._stack())
+
     def pointer_info(self, address: int) -> PointerInfo | None:
         b = self._find(address)
-        if b is None:
+        if b is None or not self._knows(b):
             return None
         if b.kind == "device":
             return PointerInfo("device", b.device, address, b.address, b.nbytes)
@@ -246,7 +250,7 @@ class FakeDriver(FakeStreams):
 
     def pointer_number(self, address: int) -> int:
         b = self._find(address)
-        return 0 if b is None else b.number
+        return 0 if b is None or not self._knows(b) else b.number
 
     # copies
 

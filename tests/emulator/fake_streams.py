@@ -114,6 +114,8 @@ class FakeStreams:
             self._push(stream, "stream_wait_event", lambda: None, ticket)
 
     def stream_capturing(self, stream: int) -> bool:
+        if stream in LEGACY:
+            self._here("stream_capturing")  # the current context's
         return bool(self._need(self._streams, stream, "stream_capturing").capturing)
 
     def event_create(self, timing: bool = False) -> int:

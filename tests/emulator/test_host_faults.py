@@ -18,6 +18,7 @@ from kvraw.runtime import facts, libc, populate, register
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.memory import locate
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.leaks import nothing_left
 
@@ -114,7 +115,7 @@ def test_growing_stops_where_the_driver_refuses(fake: FakeDriver, caplog: pytest
             assert (pool.ready_bytes, pool.info()["pinned_bytes"], blocks(fake)) == (ready, ready, 3)
             assert pool.pinned  # what it hands out is
             chunks = pool.chunks(ready // MIB, MIB)
-            assert all(driver().pointer_info(c.address) is not None for c in chunks)
+            assert all(locate(c.address, 1).device_address for c in chunks)
             with pytest.raises(MemoryError, match="5242880 bytes are ready, growing ended: host_register failed"):
                 pool.chunks(1, MIB)
             pool.pin(0)
@@ -361,6 +362,7 @@ warnings.simplefilter("ignore")
 import kvraw
 from kvraw.runtime import driver
 from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.memory import locate
 from tests.emulator.fake_driver import FakeDriver
 driver.install(FakeDriver())
 pools = [kvraw.HostPool(1 << 22, device=0, options=HostOptions(kind=k)) for k in ("anonymous", "shared", "pinned")]
