@@ -2,8 +2,8 @@
 
 kvraw is called by LMCache's names. Where LMCache can be imported, its own functions run beside, in turns, all on the
 default stream, where LMCache launches whatever the current stream is. GPU times are medians of events around single
-calls, caches warm; host times medians of what a call takes to return when the stream is idle. Rates: symbols per second;
-for keys, bytes read and written.
+calls, caches warm; host times medians of what a call takes to return when the stream is idle. Rates are symbols per
+second; for keys, bytes read and written.
 """
 
 from __future__ import annotations
