@@ -180,6 +180,8 @@ class Launch:
     ----------
     told : callable or None
         Receives what the kernel finds where nobody waits for the operation.
+    look : callable
+        Takes up what earlier launches on the device found and nobody waits for; no capture may be in progress.
     """
 
     __slots__ = (
@@ -187,14 +189,17 @@ class Launch:
         "_block",
         "_board",
         "_context",
-        "_grid",
+        "_ctas",
         "_handle",
         "_lock",
+        "_params",
         "_state",
         "_status",
+        "_threads",
         "_words",
         "device",
         "explain",
+        "look",
         "owner",
         "told",
     )
@@ -211,7 +216,7 @@ class Launch:
     ) -> None:
         self.device, self.explain, self.owner = device, explain, driver()
         self.told: Callable[[Exception], None] | None = None
-        self._block, self._grid = block, (ctas, threads)
+        self._block, self._params, self._ctas, self._threads = block, block.address, ctas, threads
         fields = block.record.dtype.fields
         assert fields is not None
         self._words: memoryview[int] = memoryview(block.record.view("u1").data).cast("B").cast("Q")
@@ -219,21 +224,11 @@ class Launch:
         self._status = fields["status"][1] // 8
         self._lock = threading.Lock()
         self._board = _board(device)
+        self.look = self._board.look
+        self._context = -1  # of the launch before
         with DeviceScope(device):
-            self._context = self.owner.context_current()
             self._state: DeviceState = device_state(device)
             self._handle = kernel.handle()
-
-    def look(self) -> None:
-        """Take up what earlier launches on the device found and nobody waits for; no capture is in progress."""
-        self._board.look()
-
-    def start(self, stream: int, tensors: tuple[Any, ...], captured: bool) -> Completion:
-        """Enqueue it on a stream for tensors, whose addresses it takes and which are kept until it is over."""
-        if self.owner.context_current() == self._context:
-            return self._start(stream, tensors, tensors, captured, None)
-        with DeviceScope(self.device):
-            return self._start(stream, tensors, tensors, captured, None)
 
     def enqueue(
         self,
@@ -255,17 +250,27 @@ class Launch:
         """
         with DeviceScope(self.device):
             after = functools.partial(_after, self._state, upload, then) if upload is not None or then else None
-            return Operation(self._start(stream, (), refs, capturing(stream), after, upload is not None))
+            return Operation(self.start(stream, (), capturing(stream), refs, after, upload is not None))
 
-    def _start(
+    def start(
         self,
         stream: int,
         tensors: tuple[Any, ...],
-        refs: object,
         captured: bool,
-        after: Callable[[], None] | None,
+        refs: object = None,
+        after: Callable[[], None] | None = None,
         enqueued: bool = False,
     ) -> Completion:
+        """Enqueue it on a stream for tensors, whose addresses it takes.
+
+        Tensors and `refs` are kept until it is over, and `after` is called then. `enqueued` says that the stream was
+        given work for it before.
+        """
+        owner = self.owner
+        if owner.context_current() != self._context:
+            with DeviceScope(self.device):
+                self._context = owner.context_current()
+                return self.start(stream, tensors, captured, refs, after, enqueued)
         books, board = self._state.books, self._board
         operation = books.begin(stream, captured=True) if captured else books.begin(stream)
         try:
@@ -282,15 +287,16 @@ class Launch:
             operation.then(ticket.give_back)
             with self._lock:
                 words = self._words
-                for at, tensor in zip(self._addresses, tensors, strict=False):
-                    words[at] = tensor.data_ptr()
+                if tensors:
+                    for at, tensor in zip(self._addresses, tensors):  # noqa: B905  # fewer, where a kernel takes two
+                        words[at] = tensor.data_ptr()
                 words[self._status] = ticket.address
-                self.owner.launch(self._handle, *self._grid, stream, self._block.address)
+                owner.launch(self._handle, self._ctas, self._threads, stream, self._params)
             operation.enqueued.append(stream)
         except BaseException:
             operation.abort()
             raise
-        ticket.completion = completion = operation.commit(refs)
+        ticket.completion = completion = operation.commit((tensors, refs))
         if captured and self.told is not None:
             board.kept.append(completion)
         return completion

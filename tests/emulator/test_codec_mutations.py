@@ -7,6 +7,7 @@ import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -216,8 +217,12 @@ def test_a_fault_in_a_kernel_is_caught(name: str, monkeypatch: Patch, tmp_path: 
 
 
 def addresses_of_the_first_call(patch: Patch) -> None:
-    real = grid.Launch.start
-    patch.setattr(grid.Launch, "start", lambda self, stream, tensors, captured: real(self, stream, (), captured))
+    real, block = grid.Launch.start, {}
+
+    def start(self: grid.Launch, stream: int, tensors: tuple[Any, ...], captured: bool) -> object:
+        return real(self, stream, block.setdefault(self, tensors), captured)
+
+    patch.setattr(grid.Launch, "start", start)
 
 
 def status_not_cleared(patch: Patch) -> None:
@@ -233,12 +238,18 @@ def alignment_left_out(patch: Patch) -> None:
 
 
 def tensors_let_go(patch: Patch) -> None:
-    real = grid.Launch._start
+    real = grid.Launch.start
 
-    def start(self: grid.Launch, stream: int, tensors: tuple[object, ...], refs: object, *rest: object) -> object:
-        return real(self, stream, tensors, None, *rest)  # type: ignore[arg-type]
+    class Address(NamedTuple):
+        address: int
 
-    patch.setattr(grid.Launch, "_start", start)
+        def data_ptr(self) -> int:
+            return self.address
+
+    def start(self: grid.Launch, stream: int, tensors: tuple[Any, ...], captured: bool) -> object:
+        return real(self, stream, tuple(Address(t.data_ptr()) for t in tensors), captured)
+
+    patch.setattr(grid.Launch, "start", start)
 
 
 def captures_unseen(patch: Patch) -> None:

@@ -39,11 +39,12 @@ def _teller(device: int) -> Callable[[Exception], None]:
 
 def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
     """Launch on the caller's stream, after raising what earlier calls left behind."""
-    stream = current_stream(launch.device)
+    device = launch.device
+    stream = current_stream(device)
     captured = capturing(stream)
     if not captured:  # a capture forbids asking about events
         launch.look()
-        raise_seen(launch.device, stream)
+        raise_seen(device, stream)
     launch.start(stream, tensors, captured)
 
 
