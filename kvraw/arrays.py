@@ -210,6 +210,9 @@ def pointer_vector(name: str, values: Any) -> U64:
     return np.ascontiguousarray(array.astype(np.uint64))
 
 
+_INT64 = np.dtype(np.int64)
+
+
 class IndexVector(NamedTuple):
     """Block ids or slots.
 
@@ -247,6 +250,8 @@ def index_vector(name: str, values: Any) -> IndexVector:
     BoundsError
         They are not 1-D, or a device vector has gaps.
     """
+    if type(values) is np.ndarray and values.dtype == _INT64 and values.strides == (8,):
+        return IndexVector(values, 0, len(values))
     if isinstance(values, IndexVector):
         return values
     if isinstance(values, np.ndarray) or not (

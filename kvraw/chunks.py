@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,12 @@ from kvraw.arrays import ASK_DRIVER, U64, is_pointer, tensor_view
 from kvraw.cache import require_host
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
 from kvraw.runtime.memory import locate_all
-from kvraw.runtime.pool import HostChunk, HostPool
+from kvraw.runtime.pool import ChunkKind, HostChunk, HostPool
 
 __all__ = ["ChunkRow", "chunk_bytes"]
+
+
+_kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
 
 def chunk_bytes(chunk: Any) -> int | None:
@@ -34,6 +38,8 @@ class ChunkRow:
         The pools that chunks come from.
     owners : list
         What to keep alive.
+    bits : int
+        The alignment of the addresses that a device sees, or-ed together; -1 where it was not looked at.
     edges : list of int
         Addresses inside chunks where one registration of somebody else ends and the next begins, once it was looked up.
 
@@ -47,14 +53,19 @@ class ChunkRow:
         A chunk's pool is closed.
     """
 
-    __slots__ = ("_foreign", "addresses", "edges", "nbytes", "owners", "pools")
+    __slots__ = ("_foreign", "addresses", "bits", "edges", "nbytes", "owners", "pools")
 
     def __init__(self, chunks: Sequence[Any], nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.pools: list[HostPool] = []
+        self.nbytes, self.bits = nbytes, -1
         self.edges: list[int] = []
         self.owners: list[Any] = list(chunks)
         self._foreign: list[tuple[int, int | None]] = []  # (position, device) of what is no chunk of a pool
+        pool = self._one_pool()
+        if pool is not None:
+            self.pools: list[HostPool] = [pool]
+            self.addresses: U64 = np.fromiter(map(_address_of, self.owners), np.uint64, len(self.owners))
+            return
+        self.pools = []
         addresses = [0] * len(self.owners)
         last: HostPool | None = None
         for at, chunk in enumerate(self.owners):
@@ -72,7 +83,22 @@ class ChunkRow:
                 self._foreign.append((at, device))
             if size != nbytes:
                 raise BoundsError(f"chunks[{at}] has {size} bytes, must have {nbytes}")
-        self.addresses: U64 = np.array(addresses, np.uint64)
+        self.addresses = np.array(addresses, np.uint64)
+
+    def _one_pool(self) -> HostPool | None:
+        """The pool, where all are live chunks of one pool and of the right size: found out without a look at each."""
+        try:
+            kinds = set(map(_kind_of, self.owners))
+        except (AttributeError, TypeError):
+            return None
+        if len(kinds) != 1:
+            return None
+        (kind,) = kinds
+        if type(kind) is not ChunkKind or kind.nbytes != self.nbytes:
+            return None
+        pool: HostPool = self.owners[0].pool
+        pool.require_open()
+        return pool
 
     def _take(self, at: int, chunk: Any) -> tuple[int, int, int | None]:
         if is_pointer(chunk):
@@ -112,14 +138,19 @@ class ChunkRow:
         for pool in self.pools:
             pool.pin(device)
         if len(self.pools) == 1 and not self._foreign:
-            shift = self.pools[0].device_shift
+            pool = self.pools[0]
+            shift = pool.device_shift
+            self.bits = pool.ALIGNMENT | (shift & pool.ALIGNMENT - 1)
             return (addresses + np.uint64(shift % 2**64) if shift else addresses), link
         addresses = addresses.copy()
         foreign = dict(self._foreign)
         for at, chunk in enumerate(self.owners):
             if at not in foreign:
                 addresses[at] = chunk.address + chunk.pool.device_shift
-        rest = np.array(list(foreign), np.int64)
+        # A tensor that says which device holds it is believed.
+        rest = np.array([at for at, where in foreign.items() if where != device], np.int64)
+        if not len(rest):
+            return addresses, link
         found = locate_all(addresses[rest], self.nbytes)
         if found.pageable:
             at = int(rest[np.argmin(found.seen != 0)])

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvraw.arrays import I64, U64, IndexVector, index_vector
+from kvraw.arrays import I64, IndexVector, index_vector
 from kvraw.cache import PagedCache
 from kvraw.engines.device_state import device_state
-from kvraw.engines.operands import check_distinct, check_host_index
-from kvraw.errors import BoundsError, LayoutError
+from kvraw.engines.operands import Operands, check_distinct, check_host_index
+from kvraw.errors import BoundsError, ClosedError, LayoutError
 from kvraw.layout import CacheLayout, Geometry, copy_plan, find_format
 from kvraw.plan import Side
-from kvraw.prepared import Copy, PreparedCopy
+from kvraw.prepared import Copy, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.pool import HostPool
@@ -24,7 +28,13 @@ from kvraw.runtime.stream import stream_handle
 
 __all__ = ["HostKVPool", "LayerwiseLoad"]
 
+_Bases = list[tuple[Reached, Reached]]  # of source and destination
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+def _check_slots(name: str, slots: I64, tokens: int) -> None:
+    if len(slots) and int(np.maximum.reduce(slots.view(np.uint64))) >= tokens:  # as unsigned: negative ones too
+        check_host_index(name, slots, Side(outer=0, limit=tokens), 0)
 
 
 class LayerwiseLoad:
@@ -49,11 +59,25 @@ class LayerwiseLoad:
             copy.wait()
 
 
-def _layer(side: Side, bases: U64, layer: int, planes: int) -> tuple[Side, U64]:
+def _layer(side: Side, bases: Reached, layer: int, planes: int) -> tuple[Side, Reached]:
     """One layer of a side: the side, which is the same for all layers, and that layer's bases."""
     entries = np.arange(planes if side.table_plane else 1) * side.table_plane + layer * side.table_layer
     one = replace(side, layer=0, table_layer=0, table_plane=int(side.table_plane != 0), entries=len(entries))
-    return one, bases[entries] + np.uint64(layer * side.layer)
+    shift = np.uint64(layer * side.layer)
+    return one, Reached(bases.host[entries] + shift, bases.seen[entries] + shift, bases.link)
+
+
+class _Partner(NamedTuple):
+    """What is known of a cache that fits: bases of the pool and of the cache, and copies that were made for them."""
+
+    here: Reached
+    there: Reached
+    copies: dict[tuple[object, ...], tuple[PreparedCopy, _Bases]]
+
+
+def _sides(layout: CacheLayout) -> dict[str, Side]:
+    """By block and by slot; a negative slot is an error here, not a token to leave out."""
+    return {by: replace(layout.side(by), skip_negative=False) for by in ("block", "slot")}
 
 
 class HostKVPool:
@@ -105,9 +129,12 @@ class HostKVPool:
         self.bases = np.array([self._chunk.address + k * each for k in range(planes)], np.uint64)
         self.page_size, self.tokens = page_size, tokens
         self._lock = threading.Lock()
+        self._calls, self._idle, self._closing = 0, threading.Condition(self._lock), False
+        self._mine = _sides(self.layout)
         self._used = np.zeros(geometry.blocks, bool)
         self._free = list(range(geometry.blocks))[::-1]
-        self._copies: dict[tuple[object, ...], PreparedCopy] = {}
+        self._steps = np.arange(page_size)
+        self._partners: weakref.WeakKeyDictionary[PagedCache, _Partner] = weakref.WeakKeyDictionary()
 
     @classmethod
     def like(
@@ -127,8 +154,6 @@ class HostKVPool:
             device=cache.device if device is None else device,
         )
 
-    # slots
-
     @property
     def available(self) -> int:
         """Slots that are free."""
@@ -142,9 +167,11 @@ class HostKVPool:
         with self._lock:
             if count > len(self._free):
                 return None
-            pages = np.array([self._free.pop() for _ in range(count)], np.int64)
+            left = len(self._free) - count
+            pages = np.array(self._free[left:][::-1], np.int64)
+            del self._free[left:]
             self._used[pages] = True
-        return (pages[:, None] * self.page_size + np.arange(self.page_size)).ravel()
+        return (pages[:, None] * self.page_size + self._steps).ravel()
 
     def free(self, slots: Any) -> None:
         """Give the slots of whole pages back, once no copy uses them any more.
@@ -156,12 +183,13 @@ class HostKVPool:
         ValueError
             A page is not allocated (freed twice?), or stands twice; nothing is given back.
         """
-        pages = self._pages("slots", self._host_slots("slots", slots))
+        pages = self._pages(slots)
         with self._lock:
             again = ~self._used[pages]
-            twice = np.bincount(pages, minlength=1)[pages] > 1 if len(pages) else again
-            if again.any() or twice.any():
-                page = int(pages[np.argmax(again | twice)])
+            ordered = np.sort(pages)
+            twice = ordered[1:][ordered[1:] == ordered[:-1]]
+            if again.any() or len(twice):
+                page = int(pages[np.argmax(again)] if again.any() else twice[0])
                 raise ValueError(f"the page of slot {page * self.page_size} is not allocated (freed twice?)")
             self._used[pages] = False
             self._free += pages[::-1].tolist()
@@ -173,8 +201,6 @@ class HostKVPool:
         begin = plane * self._plane_bytes
         held = self._chunk.numpy()[begin : begin + self.layout.tensor_bytes()]
         return held.reshape([sizes[a] for a in self.layout.axes])
-
-    # copies
 
     def backup(self, cache: PagedCache, cache_slots: Any, slots: Any, *, stream: Any = None, **options: Any) -> Copy:
         """Copy slots of a cache to slots of this pool, all layers.
@@ -210,119 +236,156 @@ class HostKVPool:
 
         `stream` itself goes on: what reads a layer there calls `LayerwiseLoad.wait_on` first.
         """
-        by, here, there = self._index(cache, cache_slots, slots, False)
-        own: Any = None
-        if cache.device is not None:
-            handle = stream_handle(stream)
-            with DeviceScope(cache.device):
-                state, own = device_state(cache.device), handle
-                if not driver().stream_capturing(handle):
-                    own = state.side_stream("layers").handle
-                    event = state.books.take_event()
-                    driver().event_record(event, handle)
-                    driver().stream_wait_event(own, event)
-                    state.books.give_event(event)
-        copies = []
-        planes = self.layout.geometry.planes
-        for layer in range(self.layout.geometry.layers):
-            src, from_ = _layer(self.layout.side(by), self.bases, layer, planes)
-            dst, to = _layer(cache.layout.side(by), cache.bases, layer, planes)
-            copy = self._prepared(cache, by, src, dst, False, 1, options)
-            copies.append(self._run(copy, from_, to, here, there, own, cache))
-        return LayerwiseLoad(copies)
+        with self._call():
+            partner, by, here, there = self._index(cache, cache_slots, slots, False)
+            copy, bases = self._prepared(partner, cache, by, "layers", options)
+            if cache.device is not None:
+                return LayerwiseLoad(self._load_layers(copy, bases, here, there, cache, stream_handle(stream)))
+            return LayerwiseLoad([copy(a, b, here.count, src_index=here, dst_index=there) for a, b in bases])
+
+    def _load_layers(
+        self, copy: PreparedCopy, bases: _Bases, here: IndexVector, there: IndexVector, cache: PagedCache, stream: int
+    ) -> list[Copy]:
+        assert cache.device is not None
+        if not here.count:
+            return [Copy(None, "none", cache.device)] * len(bases)
+        copies: list[Copy] = []
+        with DeviceScope(cache.device):
+            state, own, count = device_state(cache.device), stream, here.count
+            capturing = driver().stream_capturing(stream)
+            # What is checked and chosen for the first layer goes for all.
+            engine = copy.ready(*bases[0], count, src_index=here, dst_index=there).choose(capturing)
+            if not capturing:
+                own = state.side_stream("layers").handle
+                event = state.books.take_event()
+                driver().event_record(event, stream)
+                driver().stream_wait_event(own, event)
+                state.books.give_event(event)
+            by_copies = engine == "copy"
+            enqueue = partial(copy.batch, pageable=False) if by_copies else partial(copy.launch, link=True)
+            try:
+                for pair in bases:
+                    src, dst = (b.host if by_copies else b.seen for b in pair)
+                    ends = Operands(src, here), Operands(dst, there)
+                    copies.append(enqueue(state, *ends, count, own, refs=(cache, self._chunk)))
+            finally:
+                if copies and copies[-1].completion is not None:
+                    self._pool.borrow(copies[-1].completion)  # those before it are over when it is
+        return copies
 
     def _all(
         self, cache: PagedCache, cache_slots: Any, slots: Any, store: bool, stream: Any, options: dict[str, Any]
     ) -> Copy:
-        by, here, there = self._index(cache, cache_slots, slots, store)
-        mine, other = self.layout.side(by), cache.layout.side(by)
-        layers = self.layout.geometry.layers
-        if store:
-            copy = self._prepared(cache, by, other, mine, True, layers, options)
-            return self._run(copy, cache.bases, self.bases, there, here, stream, cache)
-        copy = self._prepared(cache, by, mine, other, False, layers, options)
-        return self._run(copy, self.bases, cache.bases, here, there, stream, cache)
-
-    def _run(
-        self, copy: PreparedCopy, src: U64, dst: U64, at: IndexVector, to: IndexVector, stream: Any, cache: PagedCache
-    ) -> Copy:
-        done = copy(src, dst, at.count, src_index=at, dst_index=to, stream=stream, refs=(cache, self._chunk))
-        if done.completion is not None:
-            self._pool.borrow(done.completion)
-        return done
+        with self._call():
+            partner, by, here, there = self._index(cache, cache_slots, slots, store)
+            copy, ((src, dst),) = self._prepared(partner, cache, by, "store" if store else "load", options)
+            at, to = (there, here) if store else (here, there)
+            refs = (cache, self._chunk)
+            done = copy(src, dst, at.count, src_index=at, dst_index=to, stream=stream, refs=refs)
+            if done.completion is not None:
+                self._pool.borrow(done.completion)
+            return done
 
     def _prepared(
-        self, cache: PagedCache, by: str, src: Side, dst: Side, store: bool, layers: int, options: dict[str, Any]
-    ) -> PreparedCopy:
-        key = (cache.device, by, src, dst, tuple(sorted(options.items())))
-        found = self._copies.get(key)
+        self, partner: _Partner, cache: PagedCache, by: str, kind: str, options: dict[str, Any]
+    ) -> tuple[PreparedCopy, _Bases]:
+        """A copy of the kind "store", "load" or "layers", and bases of its source and destination, layer by layer."""
+        key = (by, kind, tuple(sorted(options.items())))
+        found = partner.copies.get(key)
         if found is None:
-            # A negative slot is an error here, not a token to leave out.
-            src, dst = replace(src, skip_negative=False), replace(dst, skip_negative=False)
-            names = ("cache_slots", "slots") if store else ("slots", "cache_slots")
-            plan = copy_plan(replace(self.layout.geometry, layers=layers), src, dst, by)
-            found = self._copies[key] = PreparedCopy(plan, device=cache.device, index_names=names, **options)
+            g, mine, other = self.layout.geometry, self._mine[by], _sides(cache.layout)[by]
+            ends = [((mine, partner.here), (other, partner.there))]
+            if kind == "layers":
+                ends = [tuple(_layer(*end, k, g.planes) for end in ends[0]) for k in range(g.layers)]  # type: ignore[misc]
+                g = replace(g, layers=1)
+            elif kind == "store":
+                ends = [ends[0][::-1]]
+            names = ("cache_slots", "slots") if kind == "store" else ("slots", "cache_slots")
+            plan = copy_plan(g, ends[0][0][0], ends[0][1][0], by)
+            copy = PreparedCopy(plan, device=cache.device, index_names=names, **options)
+            found = partner.copies[key] = copy, [(src[1], dst[1]) for src, dst in ends]
+        return found
+
+    def _partner(self, cache: PagedCache) -> _Partner:
+        found = self._partners.get(cache)
+        if found is None:
+            mine, other = self.layout.geometry, cache.geometry
+            for name in ("layers", "planes", "heads", "head_size", "element_size"):
+                if getattr(mine, name) != getattr(other, name):
+                    raise LayoutError(f"the pool has {name} {getattr(mine, name)}, the cache {getattr(other, name)}")
+            shift = 0
+            if cache.device is not None:
+                self._pool.pin(cache.device)
+                shift = self._pool.device_shift
+            here = Reached(self.bases, self.bases + np.uint64(shift % 2**64), cache.device is not None)
+            found = self._partners[cache] = _Partner(here, Reached(cache.bases, cache.bases, False), {})
         return found
 
     def _index(
         self, cache: PagedCache, cache_slots: Any, slots: Any, store: bool
-    ) -> tuple[str, IndexVector, IndexVector]:
-        """How to count, and both indices: pages where that can be, else slots."""
-        self._pool.require_open()
-        mine, other = self.layout.geometry, cache.geometry
-        for name in ("layers", "planes", "heads", "head_size", "element_size"):
-            if getattr(mine, name) != getattr(other, name):
-                raise LayoutError(f"the pool has {name} {getattr(mine, name)}, the cache {getattr(other, name)}")
-        if cache.device is not None:
-            self._pool.pin(cache.device)
+    ) -> tuple[_Partner, str, IndexVector, IndexVector]:
+        """What is known of the cache, how to count, and both indices: pages where that can be, else slots."""
+        partner = self._partner(cache)
         here, there = index_vector("slots", slots), index_vector("cache_slots", cache_slots)
         if here.count != there.count:
             raise BoundsError(f"slots has {here.count} values, cache_slots {there.count}: must have the same number")
-        whole = self.page_size == other.block_size and here.count % self.page_size == 0
-        for name, index, layout in (("slots", here, self.layout), ("cache_slots", there, cache.layout)):
+        size = cache.geometry.block_size
+        whole = self.page_size == size and here.count % size == 0
+        for name, index, tokens, written in (
+            ("slots", here, self.tokens, store),
+            ("cache_slots", there, cache.geometry.blocks * size, not store),
+        ):
             if index.host is None:
                 whole = False
                 continue
-            check_host_index(name, index.host, replace(layout.side("slot"), skip_negative=False), 0)
-            if index is (here if store else there):
-                check_distinct(name, index.host, 0)
-            pages = index.host.reshape(-1, self.page_size) if whole else index.host[:0]
-            whole = whole and self._are_pages(pages)
-        if here.host is not None:
-            idle = ~self._used[here.host // self.page_size]
-            if idle.any():
-                at = int(np.argmax(idle))
-                raise BoundsError(f"slots[{at}] is {here.host[at]}, a slot that is not allocated")
+            _check_slots(name, index.host, tokens)
+            whole = whole and self._are_pages(index.host.reshape(-1, size))
+            if written:  # whole pages: distinct where their first slots are
+                check_distinct(name, index.host[::size] if whole else index.host, 0)
+        if here.host is not None and not (used := self._used[here.host // self.page_size]).all():
+            at = int(np.argmin(used))
+            raise BoundsError(f"slots[{at}] is {here.host[at]}, a slot that is not allocated")
         if not whole:
-            return "slot", here, there
-        return "block", self._first(here), self._first(there)
-
-    def _first(self, index: IndexVector) -> IndexVector:
-        """The pages of slots that are whole pages."""
-        assert index.host is not None
-        pages = index.host[:: self.page_size] // self.page_size
-        return IndexVector(pages, 0, len(pages))
+            return partner, "slot", here, there
+        pages = [i.host[::size] // size for i in (here, there) if i.host is not None]
+        here, there = (IndexVector(p, 0, len(p)) for p in pages)
+        return partner, "block", here, there
 
     def _are_pages(self, rows: I64) -> bool:
-        return bool(((rows[:, :1] % self.page_size == 0) & (rows == rows[:, :1] + np.arange(self.page_size))).all())
+        return bool(((rows[:, :1] % self.page_size == 0) & (rows == rows[:, :1] + self._steps)).all())
 
-    def _pages(self, name: str, slots: I64) -> I64:
-        rows = slots.reshape(-1, self.page_size) if len(slots) % self.page_size == 0 else None
+    def _pages(self, slots: Any) -> I64:
+        """The pages of slots that must be on the host, and whole pages in order."""
+        index = index_vector("slots", slots).host
+        if index is None:
+            raise TypeError("slots lie on a device; give them on the host")
+        _check_slots("slots", index, self.tokens)
+        rows = index.reshape(-1, self.page_size) if len(index) % self.page_size == 0 else None
         if rows is None or not self._are_pages(rows):
-            raise BoundsError(f"{name} must be all slots of whole pages of {self.page_size}, in order")
+            raise BoundsError(f"slots must be all slots of whole pages of {self.page_size}, in order")
         return rows[:, 0] // self.page_size
 
-    def _host_slots(self, name: str, slots: Any) -> I64:
-        index = index_vector(name, slots)
-        if index.host is None:
-            raise TypeError(f"{name} lie on a device; give them on the host")
-        check_host_index(name, index.host, replace(self.layout.side("slot"), skip_negative=False), 0)
-        return index.host
-
-    # lifetime
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Note a call before it enqueues anything: `close` waits for it, and then for the copies that it noted."""
+        with self._lock:
+            if self._closing:
+                raise ClosedError("the pool is closed")
+            self._pool.require_open()
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                if self._closing:
+                    self._idle.notify_all()
 
     def close(self) -> None:
-        """Wait for the copies that use the pool and give the memory back. Idempotent."""
+        """Wait for the calls and copies that use the pool and give the memory back. Idempotent."""
+        with self._lock:
+            self._closing = True
+            self._idle.wait_for(lambda: not self._calls)
         self._pool.close()
 
     def __enter__(self) -> HostKVPool:

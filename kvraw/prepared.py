@@ -15,7 +15,7 @@ from kvraw.engines import copy_engine, cpu, reference
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.kernel import THREADS, KernelPlan
 from kvraw.engines.operands import DeviceTable, Operands, check_entries, check_host_index
-from kvraw.engines.planner import profile_for
+from kvraw.engines.planner import DIRECTIONS, best, profile_for
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.ready import Reached, Ready
@@ -105,6 +105,7 @@ class PreparedCopy:
         self.plan, self.device, self.check, self.names = plan, device, check, names
         self.index_names = index_names or (f"{names[0]}_index", f"{names[1]}_index")
         self._engine, self._errors = engine, errors
+        self._chosen: dict[int, str] = {}  # by the number of items
         self._kernel = KernelPlan(
             plan, ctas=ctas, threads=threads or THREADS, check=check, names=self.index_names, errors=errors
         )
@@ -351,7 +352,12 @@ class PreparedCopy:
             return self._engine
         if not link or not host_ids or capturing:
             return "kernel"
-        assert self.device is not None
-        profile, nbytes, run = profile_for(self.device), count * self.plan.item_bytes, self.plan.run_bytes
-        slow = {e: max(profile.seconds(e, d, run, nbytes) for d in ("store", "load")) for e in ("kernel", "copy")}
-        return min(slow, key=slow.__getitem__)
+        found = self._chosen.get(count)
+        if found is None:
+            assert self.device is not None
+            profile, nbytes, run = profile_for(self.device), count * self.plan.item_bytes, self.plan.run_bytes
+            slow = {e: max(profile.seconds(e, d, run, nbytes) for d in DIRECTIONS) for e in ("kernel", "copy")}
+            if len(self._chosen) > 4096:
+                self._chosen.clear()
+            found = self._chosen[count] = best(slow)
+        return found

@@ -18,7 +18,6 @@ from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import ChunkLayout
 from kvraw.layout import chunk_side, copy_plan, find_chunk_layout
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.stream import stream_handle
 
@@ -246,13 +245,16 @@ class TransferPlan:
         with DeviceScope(device):
             addresses, link = row.on_device(device)
             state = device_state(device)
-            capturing = driver().stream_capturing(stream)
+            capturing = state.owner.stream_capturing(stream)
             own = state.side_stream(self.direction).handle if side and not capturing else stream
             operation = state.books.begin(own, captured=capturing)
             try:
+                for pool in row.pools:
+                    pool.borrow(operation)
                 if own != stream:
                     operation.follow(stream)
-                call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing, tuple(row.edges))
+                edges = tuple(row.edges)
+                call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing, edges, row.bits)
                 choice = gpu.enqueue(state, operation, call)
             except BaseException:
                 operation.abort()
@@ -260,8 +262,6 @@ class TransferPlan:
             completion = operation.commit((self.cache, row.owners, index.owner))
             if own != stream and self.direction == "load":
                 completion.wait_on(stream)
-        for pool in row.pools:
-            pool.borrow(completion)
         return Transfer(self, completion, choice)
 
     def explain(self) -> str:

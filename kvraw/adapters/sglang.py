@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvraw.adapters import sglang_direct as direct
-from kvraw.adapters.sglang_kernel import End, Rows, default_quota, transfer
+from kvraw.adapters.sglang_kernel import default_quota, transfer
 from kvraw.adapters.sglang_more import (
     copy_all_layer_kv_cache_cpu,
     transfer_embedding_ranges_direct,
@@ -22,13 +22,23 @@ from kvraw.adapters.sglang_more import (
     transfer_hicache_one_layer,
     transfer_hicache_one_layer_mla,
 )
+from kvraw.adapters.sglang_staged import (
+    can_use_hicache_jit_kernel,
+    can_use_write_back_jit_kernel,
+    transfer_hicache_all_layer_mla_staged_lf_pf,
+    transfer_hicache_all_layer_staged_lf_pf,
+)
 
 __all__ = [
+    "can_use_hicache_jit_kernel",
+    "can_use_write_back_jit_kernel",
     "copy_all_layer_kv_cache_cpu",
     "is_hip",
     "transfer_embedding_ranges_direct",
     "transfer_hicache_all_layer",
     "transfer_hicache_all_layer_mla",
+    "transfer_hicache_all_layer_mla_staged_lf_pf",
+    "transfer_hicache_all_layer_staged_lf_pf",
     "transfer_hicache_one_layer",
     "transfer_hicache_one_layer_mla",
     "transfer_kv_all_layer",
@@ -71,8 +81,8 @@ def transfer_kv_per_layer(
     num_warps_per_block: int = 32,
 ) -> None:
     """One layer of K and V, tokens of `item_size` bytes on both sides."""
-    src, dst = End("src", "lf", (src_k, src_v)), End("dst", "lf", (dst_k, dst_v))
-    rows = Rows(item_size)
+    src, dst = ("lf", 0, (src_k, src_v)), ("lf", 0, (dst_k, dst_v))
+    rows = (item_size, 1, 0, 1, 1)
     transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
 
 
@@ -90,8 +100,8 @@ def transfer_kv_per_layer_pf_lf(
     num_warps_per_block: int = 32,
 ) -> None:
     """One layer of page_first memory [token, layer, head, dim] to that layer's own tensor."""
-    src, dst = End("src", "pf", (src_k, src_v), src_layout_dim), End("dst", "lf", (dst_k, dst_v))
-    rows = Rows(item_size, first=layer_id)
+    src, dst = ("pf", src_layout_dim, (src_k, src_v)), ("lf", 0, (dst_k, dst_v))
+    rows = (item_size, 1, layer_id, 1, 1)
     transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
 
 
@@ -111,8 +121,8 @@ def transfer_kv_per_layer_ph_lf(
     num_warps_per_block: int = 32,
 ) -> None:
     """One layer of page_head memory [page, head, token, layer, dim] to that layer's own tensor."""
-    src, dst = End("src", "ph", (src_k, src_v), src_layout_dim), End("dst", "lf", (dst_k, dst_v))
-    rows = Rows(item_size, 1, layer_id, page_size, head_num)
+    src, dst = ("ph", src_layout_dim, (src_k, src_v)), ("lf", 0, (dst_k, dst_v))
+    rows = (item_size, 1, layer_id, page_size, head_num)
     transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
 
 
@@ -130,9 +140,9 @@ def transfer_kv_all_layer(
 ) -> None:
     """All layers of K and V, by tables of the layers' addresses on both sides."""
     _same_layers(src_k_layers, num_layers, "source k tensor")
-    src = End("src", "table", (src_k_layers, src_v_layers))
-    dst = End("dst", "table", (dst_k_layers, dst_v_layers))
-    rows = Rows(item_size, num_layers)
+    src = ("table", 0, (src_k_layers, src_v_layers))
+    dst = ("table", 0, (dst_k_layers, dst_v_layers))
+    rows = (item_size, num_layers, 0, 1, 1)
     transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
 
 
@@ -151,8 +161,8 @@ def transfer_kv_all_layer_lf_pf(
 ) -> None:
     """All layers, by tables of their addresses, to page_first memory [token, layer, head, dim]."""
     _same_layers(src_k_layers, num_layers, "source k tensor")
-    src, dst = End("src", "table", (src_k_layers, src_v_layers)), End("dst", "pf", (dst_k, dst_v), dst_layout_dim)
-    rows = Rows(item_size, num_layers)
+    src, dst = ("table", 0, (src_k_layers, src_v_layers)), ("pf", dst_layout_dim, (dst_k, dst_v))
+    rows = (item_size, num_layers, 0, 1, 1)
     transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
 
 
@@ -173,8 +183,8 @@ def transfer_kv_all_layer_lf_ph(
 ) -> None:
     """All layers, by tables of their addresses, to page_head memory [page, head, token, layer, dim]."""
     _same_layers(src_k_layers, num_layers, "source k tensor")
-    src, dst = End("src", "table", (src_k_layers, src_v_layers)), End("dst", "ph", (dst_k, dst_v), dst_layout_dim)
-    rows = Rows(item_size, num_layers, 0, page_size, head_num)
+    src, dst = ("table", 0, (src_k_layers, src_v_layers)), ("ph", dst_layout_dim, (dst_k, dst_v))
+    rows = (item_size, num_layers, 0, page_size, head_num)
     transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
 
 
@@ -188,8 +198,8 @@ def transfer_kv_per_layer_mla(
     num_warps_per_block: int = 32,
 ) -> None:
     """One layer of one plane, tokens of `item_size` bytes on both sides."""
-    ends = End("src", "lf", (src,)), End("dst", "lf", (dst,))
-    rows, quota = Rows(item_size), block_quota or default_quota(block_quota)
+    ends = ("lf", 0, (src,)), ("lf", 0, (dst,))
+    rows, quota = (item_size, 1, 0, 1, 1), block_quota or default_quota(block_quota)
     transfer(*ends, src_indices, dst_indices, rows, quota, num_warps_per_block)
 
 
@@ -205,8 +215,8 @@ def transfer_kv_per_layer_mla_pf_lf(
     num_warps_per_block: int = 32,
 ) -> None:
     """One layer of page_first memory of one plane to that layer's own tensor."""
-    ends = End("src", "pf", (src,), src_layout_dim), End("dst", "lf", (dst,))
-    rows, quota = Rows(item_size, first=layer_id), block_quota or default_quota(block_quota)
+    ends = ("pf", src_layout_dim, (src,)), ("lf", 0, (dst,))
+    rows, quota = (item_size, 1, layer_id, 1, 1), block_quota or default_quota(block_quota)
     transfer(*ends, src_indices, dst_indices, rows, quota, num_warps_per_block)
 
 
@@ -222,8 +232,8 @@ def transfer_kv_per_layer_mla_lf_pf(
     num_warps_per_block: int = 32,
 ) -> None:
     """One layer of one plane to page_first memory."""
-    ends = End("src", "lf", (src,)), End("dst", "pf", (dst,), dst_layout_dim)
-    rows, quota = Rows(item_size, first=layer_id), block_quota or default_quota(block_quota)
+    ends = ("lf", 0, (src,)), ("pf", dst_layout_dim, (dst,))
+    rows, quota = (item_size, 1, layer_id, 1, 1), block_quota or default_quota(block_quota)
     transfer(*ends, src_indices, dst_indices, rows, quota, num_warps_per_block)
 
 
@@ -239,8 +249,8 @@ def transfer_kv_all_layer_mla(
 ) -> None:
     """All layers of one plane, by tables of the layers' addresses on both sides."""
     _same_layers(src_layers, num_layers, "source tensor")
-    ends = End("src", "table", (src_layers,)), End("dst", "table", (dst_layers,))
-    rows, quota = Rows(item_size, num_layers), block_quota or default_quota(block_quota)
+    ends = ("table", 0, (src_layers,)), ("table", 0, (dst_layers,))
+    rows, quota = (item_size, num_layers, 0, 1, 1), block_quota or default_quota(block_quota)
     transfer(*ends, src_indices, dst_indices, rows, quota, num_warps_per_block)
 
 
@@ -257,8 +267,8 @@ def transfer_kv_all_layer_mla_lf_pf(
 ) -> None:
     """All layers of one plane, by a table of their addresses, to page_first memory."""
     _same_layers(src_layers, num_layers, "source tensor")
-    ends = End("src", "table", (src_layers,)), End("dst", "pf", (dst,), dst_layout_dim)
-    rows, quota = Rows(item_size, num_layers), block_quota or default_quota(block_quota)
+    ends = ("table", 0, (src_layers,)), ("pf", dst_layout_dim, (dst,))
+    rows, quota = (item_size, num_layers, 0, 1, 1), block_quota or default_quota(block_quota)
     transfer(*ends, src_indices, dst_indices, rows, quota, num_warps_per_block)
 
 
@@ -278,8 +288,8 @@ def transfer_kv_per_layer_pfdhg_lf(
     num_warps_per_block: int = 32,
 ) -> None:
     """One layer of pages by head group [page, group, layer, token, ...] to its own tensor; `head_num` counts groups."""
-    src, dst = End("src", "hg", (src_k, src_v), src_layout_dim), End("dst", "lf", (dst_k, dst_v))
-    rows, quota = Rows(item_size, 1, layer_id, page_size, head_num), block_quota or default_quota(block_quota)
+    src, dst = ("hg", src_layout_dim, (src_k, src_v)), ("lf", 0, (dst_k, dst_v))
+    rows, quota = (item_size, 1, layer_id, page_size, head_num), block_quota or default_quota(block_quota)
     transfer(src, dst, src_indices, dst_indices, rows, quota, num_warps_per_block)
 
 
@@ -300,8 +310,8 @@ def transfer_kv_all_layer_lf_pfdhg(
 ) -> None:
     """All layers to pages by head group [page, group, layer, token, ...]; `head_num` counts groups."""
     _same_layers(src_k_layers, num_layers, "source k tensor")
-    src, dst = End("src", "table", (src_k_layers, src_v_layers)), End("dst", "hg", (dst_k, dst_v), dst_layout_dim)
-    rows, quota = Rows(item_size, num_layers, 0, page_size, head_num), block_quota or default_quota(block_quota)
+    src, dst = ("table", 0, (src_k_layers, src_v_layers)), ("hg", dst_layout_dim, (dst_k, dst_v))
+    rows, quota = (item_size, num_layers, 0, page_size, head_num), block_quota or default_quota(block_quota)
     transfer(src, dst, src_indices, dst_indices, rows, quota, num_warps_per_block)
 
 
@@ -312,7 +322,7 @@ def transfer_kv_direct(
     if len(src_layers) != len(dst_layers):
         raise RuntimeError("Source and destination layers must have the same number of layers")
     index = direct.page_indices(src_indices, dst_indices, page_size)
-    direct.copy_tokens(src_layers, dst_layers, index, page_size)
+    direct.copy_tokens(src_layers, dst_layers, index)
 
 
 def transfer_kv_per_layer_direct_pf_lf(

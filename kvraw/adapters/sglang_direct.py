@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.arrays import I64, U64, IndexVector
-from kvraw.engines.device_state import device_state
-from kvraw.engines.operands import Operands
+from kvraw.adapters.sglang_batch import enqueue
+from kvraw.arrays import I64, U64
+from kvraw.batch import memcpy_batch
+from kvraw.engines import copy_engine
+from kvraw.engines.copy_engine import Descriptors
 from kvraw.errors import BoundsError, LayoutError, PlacementError
-from kvraw.plan import CopyPlan, Side
-from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope
 
-__all__ = ["copy_pages", "copy_tokens", "device_of", "page_indices"]
+__all__ = ["bounded", "copy_pages", "copy_tokens", "device_of", "first_of_pages", "page_indices"]
 
 NAMES = ("src_indices", "dst_indices")
-Bases = list[tuple[int, bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,12 @@ def device_of(*groups: Sequence[Any]) -> int | None:
 
 def page_indices(src_indices: Any, dst_indices: Any, page_size: int) -> tuple[I64, I64]:
     """Both indices on the host, checked as the operations' own checks go."""
-    if src_indices.numel() != dst_indices.numel():
+    count = src_indices.numel()
+    if count != dst_indices.numel():
         raise RuntimeError("Source and destination indices must have the same length")
     if page_size <= 0:
         raise RuntimeError("Page size must be positive")
-    if src_indices.numel() % page_size:
+    if count % page_size:
         raise RuntimeError("Source indices size must be divisible by page size")
     for which, t in (("Source", src_indices), ("Destination", dst_indices)):
         if tensors.dtype_name(t) != "int64":
@@ -79,45 +81,120 @@ def page_indices(src_indices: Any, dst_indices: Any, page_size: int) -> tuple[I6
     return tensors.host_values(src_indices), tensors.host_values(dst_indices)
 
 
-@lru_cache(maxsize=1024)
-def _prepared(
-    src: Side, dst: Side, layers: int, planes: int, tokens: int, row: int, device: int | None
-) -> PreparedCopy:
-    plan = CopyPlan(src, dst, layers=layers, planes=planes, tokens=tokens, heads=1, run=row)
-    return PreparedCopy(plan, device=device, engine="auto" if device is None else "copy", index_names=NAMES)
+class _Group(NamedTuple):
+    """Copies that differ by their index and their bases alone.
 
+    Attributes
+    ----------
+    src, dst : numpy.ndarray of uint64
+        [n, 1] bases of both sides.
+    row : int
+        Bytes of a token.
+    rows : numpy.ndarray of uint64
+        The same, [n, 1].
+    steps : tuple of int
+        Of source and destination: bytes from token to token.
+    pages : int
+        Bytes from page to page, on the side that has pages.
+    """
 
-class _Part(NamedTuple):
-    """A copy made ready for tensors at their places, and the addresses of it that are host memory."""
-
-    copy: PreparedCopy
     src: U64
     dst: U64
+    row: int
+    rows: U64
+    steps: tuple[int, int]
+    pages: int = 0
+
+    @property
+    def dense(self) -> bool:
+        """Whether tokens that follow each other are one run of bytes, on both sides."""
+        return self.steps == (self.row, self.row)
+
+
+class _Ready(NamedTuple):
+    """What is known of tensors: what a call does that its indices do not change.
+
+    Attributes
+    ----------
+    groups : list
+        Those that go together.
+    most : tuple of int
+        What indices of the source (of pages) and of the destination (of tokens) must be below.
+    device : int or None
+        The GPU that takes part.
+    on_host : list of int
+        An address of each allocation of host memory.
+    """
+
+    groups: list[_Group]
+    most: tuple[int, int]
+    device: int | None
     on_host: list[int]
 
 
-def _part(copy: PreparedCopy, src: Bases, dst: Bases) -> _Part:
-    """Of each side: addresses, and whether each is on a GPU."""
-    on_host = [a for side in (src, dst) for a, is_cuda in side if not is_cuda]
-    bases = [np.array([a for a, _ in side], np.uint64) for side in (src, dst)]
-    return _Part(copy, bases[0], bases[1], on_host)
+def _group(src: list[int], dst: list[int], row: int, steps: tuple[int, int], pages: int = 0) -> _Group:
+    columns = [np.array(side, np.uint64).reshape(-1, 1) for side in (src, dst)]
+    return _Group(columns[0], columns[1], row, np.full_like(columns[0], row), steps, pages)
 
 
-def _run(part: _Part, src_index: I64, dst_index: I64, refs: object) -> None:
-    """Copy with indices that were checked."""
-    copy, count, device = part.copy, len(src_index), part.copy.device
-    at, to = IndexVector(src_index, 0, count), IndexVector(dst_index, 0, count)
+def _ready(groups: list[_Group], most: tuple[int, int], *tensor_groups: Sequence[Any]) -> _Ready:
+    device = device_of(*tensor_groups)
     if device is None:
-        copy(part.src, part.dst, count, src_index=at, dst_index=to)
-        return
-    stream = tensors.current_stream(device)
+        return _Ready(groups, most, None, [])
     with DeviceScope(device):
-        pageable = not tensors.all_pinned(part.on_host)
-        ends = Operands(part.src, at), Operands(part.dst, to)
-        copy.batch(device_state(device), ends[0], ends[1], count, stream, pageable=pageable, refs=refs)
+        on_host = {int(t.data_ptr()) for group in tensor_groups for t in group if not t.is_cuda}
+        return _Ready(groups, most, device, tensors.one_per_allocation(on_host))
 
 
-def _bounded(name: str, values: I64, most: int, step: int = 1) -> None:
+_FEW, _MOST = 8, 512
+_by_value: dict[tuple[object, ...], _Ready] = {}
+_by_identity: dict[tuple[object, ...], tuple[list[int], _Ready, object]] = {}
+_fields = attrgetter("shape", "dtype", "is_cuda")
+
+
+def _known(kind: tuple[object, ...], src: Sequence[Any], dst: Sequence[Any], make: Callable[[], _Ready]) -> _Ready:
+    """What is known of these tensors, by their fields; the lists of all layers, which live long, by identity."""
+    many = len(src) + len(dst) > _FEW
+    if many:
+        who = (kind, tuple(map(id, src)), tuple(map(id, dst)))
+        entry = _by_identity.get(who)
+        if entry is not None and entry[0] == _places(src, dst):
+            return entry[1]
+    key = (kind, *[tuple([(t.data_ptr(), t.stride(), *_fields(t)) for t in group]) for group in (src, dst)])
+    ready = _by_value.get(key)
+    if ready is None:
+        if len(_by_value) >= _MOST:
+            _by_value.clear()
+        ready = _by_value[key] = make()
+    if many:
+        if len(_by_identity) >= _MOST:
+            _by_identity.clear()
+        forget = partial(_forget, who)
+        _by_identity[who] = _places(src, dst), ready, [weakref.ref(t, forget) for t in (*src, *dst)]
+    return ready
+
+
+def _forget(who: tuple[object, ...], _: object) -> None:
+    _by_identity.pop(who, None)  # one of these tensors is gone, and its identity free
+
+
+def _places(src: Sequence[Any], dst: Sequence[Any]) -> list[int]:
+    """What changes where a tensor is given other memory in place."""
+    return [x for group in (src, dst) for t in group for x in (t.data_ptr(), t.numel())]
+
+
+def _send(ready: _Ready, copies: list[tuple[U64, U64, U64]], refs: object) -> None:
+    """Do copies, each destinations, sources and sizes of a group."""
+    vectors = copies[0] if len(copies) == 1 else tuple(np.concatenate(v) for v in zip(*copies, strict=True))
+    d = Descriptors(*vectors)
+    if ready.device is None:
+        memcpy_batch(d.dst, d.src, d.sizes)
+        return
+    enqueue(d, ready.device, on_host=ready.on_host, refs=refs)
+
+
+def bounded(name: str, values: I64, most: int, step: int = 1) -> None:
+    """Check indices against their limit; `step` is the tokens that each stands for."""
     # As unsigned numbers, negative ones are above every limit: one pass tells for both ends.
     if int(np.maximum.reduce(values.view(np.uint64))) < most:
         return
@@ -126,102 +203,73 @@ def _bounded(name: str, values: I64, most: int, step: int = 1) -> None:
     raise BoundsError(f"{name}[{at * step}] is {values[at]}{what}, must be in [0, {most})")
 
 
-def _ascends(values: I64, page_size: int) -> np.ndarray[Any, Any]:
-    """Which pages of indices ascend by one."""
-    pages = values.reshape(-1, page_size)
-    ascends: np.ndarray[Any, Any] = (pages[:, 1:] - pages[:, :-1] == 1).all(1)
-    return ascends
-
-
-def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64], page_size: int) -> None:
-    """Copy rows along the first axis, of each pair of tensors; pairs of one geometry go together."""
-    if not len(index[0]) or not src:
-        return
-    device = device_of(src, dst)
-    groups: dict[tuple[int, int, int], list[int]] = {}
+def _token_groups(src: Sequence[Any], dst: Sequence[Any]) -> _Ready:
     views = _all_rows("src_layers", src, 1), _all_rows("dst_layers", dst, 1)
+    members: dict[tuple[int, int, int], list[int]] = {}
     for k, (a, b, x, y) in enumerate(zip(src, dst, *views, strict=True)):
         if x.row != y.row or a.dtype != b.dtype:
             raise LayoutError(
                 f"a token of src_layers[{k}] has {x.row} bytes, of dst_layers[{k}] {y.row}, or types differ"
             )
         if x.row:
-            groups.setdefault((x.row, x.steps[0], y.steps[0]), []).append(k)
-    for name, values, rows in zip(NAMES, index, views, strict=True):  # all is checked before anything moves
-        _bounded(name, values, min(v.sizes[0] for v in rows))
-    tokens = 1
-    if page_size > 1 and _ascends(index[0], page_size).all() and _ascends(index[1], page_size).all():
-        # Whole pages: one item each, not one per token.
-        tokens = page_size
-        index = np.ascontiguousarray(index[0][::page_size]), np.ascontiguousarray(index[1][::page_size])
-    for (row, step, to), members in groups.items():
-        count = len(members)
-        sides = [Side(outer=s, token=s, table_layer=1, entries=count) for s in (step, to)]
-        copy = _prepared(sides[0], sides[1], count, 1, tokens, row, device)
-        bases = [[(side[k].data_ptr(), side[k].is_cuda) for k in members] for side in (src, dst)]
-        _run(_part(copy, *bases), *index, (src, dst))
+            members.setdefault((x.row, x.steps[0], y.steps[0]), []).append(k)
+    groups = [
+        _group([src[k].data_ptr() for k in ks], [dst[k].data_ptr() for k in ks], row, (step, to))
+        for (row, step, to), ks in members.items()
+    ]
+    most = min(v.sizes[0] for v in views[0]), min(v.sizes[0] for v in views[1])
+    return _ready(groups, most, src, dst)
 
 
-def _first_of_pages(name: str, values: I64, page_size: int, aligned: bool) -> I64:
-    """First index of each page, once its pages are known to be pages."""
-    right = _ascends(values, page_size)
-    first = np.ascontiguousarray(values[::page_size])
-    if aligned:
-        right &= first % page_size == 0
-    if not right.all():
-        at = int(np.argmin(right)) * page_size
-        rule = f"start at a multiple of {page_size} and ascend by 1" if aligned else "ascend by 1"
-        raise BoundsError(f"{name}[{at}:{at + page_size}] is {values[at : at + page_size]}, a page; must {rule}")
-    return first
+def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) -> None:
+    """Copy rows along the first axis, of each pair of tensors; rows that follow each other go in one piece."""
+    if not len(index[0]) or not src:
+        return
+    ready = _known(("tokens",), src, dst, lambda: _token_groups(src, dst))
+    for name, values, most in zip(NAMES, index, ready.most, strict=True):  # all is checked before anything moves
+        bounded(name, values, most)
+    singles = Descriptors(index[1].view(np.uint64), index[0].view(np.uint64), np.ones(len(index[0]), np.uint64))
+    runs = copy_engine.merge(singles)
+    copies = []
+    for g in ready.groups:
+        d, step = runs if g.dense else singles, np.array(g.steps, np.uint64)
+        copies.append(
+            ((g.dst + d.dst * step[1]).ravel(), (g.src + d.src * step[0]).ravel(), (g.rows * d.sizes).ravel())
+        )
+    if copies:
+        _send(ready, copies, (src, dst))
 
 
-class _Pages(NamedTuple):
-    """What a call of `copy_pages` does that its indices do not change: parts, pages and first tokens allowed."""
-
-    parts: list[_Part]
-    pages: int
-    tokens: int
-
-
-_Seen = tuple[int, Any, Any, Any, int, bool]
-
-
-class _Tensor:
-    """A tensor again, from what was seen of it."""
-
-    def __init__(self, seen: _Seen) -> None:
-        self.address, self.shape, self._strides, self.dtype, self._size, self.is_cuda = seen
-
-    def stride(self) -> Any:
-        """Elements from step to step, by axis."""
-        return self._strides
-
-    def element_size(self) -> int:
-        """Bytes of an element."""
-        return self._size
+def first_of_pages(name: str, values: I64, page_size: int, aligned: bool) -> tuple[I64, I64]:
+    """First index of each page, once its pages are known to be pages; and the page, where they are `aligned`."""
+    pages = values.reshape(-1, page_size)
+    first = values[::page_size].copy()
+    number, rest = np.divmod(first, page_size) if aligned else (first, None)
+    whole = page_size == 1 or not np.count_nonzero(pages[:, 1:] - pages[:, :-1] != 1)
+    if whole and (rest is None or not np.count_nonzero(rest)):
+        return first, number
+    right = (pages[:, 1:] - pages[:, :-1] == 1).all(1)
+    if rest is not None:
+        right &= rest == 0
+    at = int(np.argmin(right)) * page_size
+    rule = f"start at a multiple of {page_size} and ascend by 1" if aligned else "ascend by 1"
+    raise BoundsError(f"{name}[{at}:{at + page_size}] is {values[at : at + page_size]}, a page; must {rule}")
 
 
-def _see(group: Sequence[Any]) -> tuple[_Seen, ...]:
-    return tuple([(t.data_ptr(), t.shape, t.stride(), t.dtype, t.element_size(), t.is_cuda) for t in group])
-
-
-@lru_cache(maxsize=512)
-def _pages(
-    paged_seen: tuple[_Seen, ...],
-    layered_seen: tuple[_Seen, ...],
+def _page_groups(
+    paged: Sequence[Any],
+    layered: Sequence[Any],
     names: tuple[str, str],
     first_layer: int,
     page_size: int,
     to_pages: bool,
-    device: int | None,
-) -> _Pages:
-    paged, layered = [_Tensor(s) for s in paged_seen], [_Tensor(s) for s in layered_seen]
+) -> _Ready:
     if len(paged) not in (1, 2) or len(layered) % len(paged):
         raise LayoutError(
             f"{names[0]} has {len(paged)} buffers, must have 1 or 2; {names[1]} has {len(layered)}, a multiple"
         )
     layers = len(layered) // len(paged)
-    groups: dict[tuple[_Rows, int], list[int]] = {}
+    members: dict[tuple[_Rows, int], list[int]] = {}
     most_pages, most_tokens = [], []
     for plane, buffer in enumerate(paged if layers else ()):
         p = _rows(f"{names[0]}[{plane}]", buffer, 3)
@@ -236,17 +284,17 @@ def _pages(
             )
         most_pages.append(p.sizes[0])
         most_tokens.append(max(min(r.sizes[0] for r in rows) - page_size + 1, 0))
-        groups.setdefault((p, steps.pop()[0]), []).append(plane)
-    parts = []
-    for (p, step), planes in groups.items():
-        per_page = Side(outer=p.steps[0], layer=p.steps[1], token=p.steps[2], table_plane=1, entries=len(planes))
-        per_layer = Side(outer=step, token=step, table_layer=1, table_plane=layers, entries=layers * len(planes))
-        pages = [(paged[k].address + first_layer * p.steps[1], paged[k].is_cuda) for k in planes]
-        tokens = [(t.address, t.is_cuda) for k in planes for t in layered[k * layers : (k + 1) * layers]]
-        ends = [(per_page, pages), (per_layer, tokens)]
-        (src, reads), (dst, writes) = ends[::-1] if to_pages else ends
-        parts.append(_part(_prepared(src, dst, layers, len(planes), page_size, p.row, device), reads, writes))
-    return _Pages(parts, min(most_pages, default=0), min(most_tokens, default=0))
+        members.setdefault((p, steps.pop()[0]), []).append(plane)
+    groups = []
+    for (p, step), planes in members.items():
+        numbers = range(first_layer, first_layer + layers)
+        pages = [paged[k].data_ptr() + layer * p.steps[1] for k in planes for layer in numbers]
+        tokens = [t.data_ptr() for k in planes for t in layered[k * layers : (k + 1) * layers]]
+        ends = ((tokens, step), (pages, p.steps[2])) if to_pages else ((pages, p.steps[2]), (tokens, step))
+        if p.row:
+            groups.append(_group(ends[0][0], ends[1][0], p.row, (ends[0][1], ends[1][1]), p.steps[0]))
+    most = min(most_pages, default=0) * page_size, min(most_tokens, default=0)
+    return _ready(groups, most, paged, layered)
 
 
 def copy_pages(
@@ -260,14 +308,30 @@ def copy_pages(
 ) -> None:
     """Copy pages between page-major buffers [page, layer, token, ...] and per-layer buffers [token, ...]."""
     names, index_names = (("dst_ptrs", "src_ptrs"), NAMES[::-1]) if to_pages else (("src_ptrs", "dst_ptrs"), NAMES)
-    device = device_of(paged, layered)
-    ready = _pages(_see(paged), _see(layered), names, first_layer, page_size, to_pages, device)
-    if not len(paged_indices) or not ready.parts:
+    ready = _known(
+        (first_layer, page_size, to_pages),
+        paged,
+        layered,
+        lambda: _page_groups(paged, layered, names, first_layer, page_size, to_pages),
+    )
+    if not len(paged_indices) or not ready.groups:
         return
-    pages = _first_of_pages(index_names[0], paged_indices, page_size, aligned=True)
-    tokens = _first_of_pages(index_names[1], layered_indices, page_size, aligned=False)
-    _bounded(index_names[0], pages, ready.pages * page_size, page_size)
-    _bounded(index_names[1], tokens, ready.tokens, page_size)
-    pages = pages // page_size  # never in place: the indices may be the caller's own memory
-    for part in ready.parts:
-        _run(part, *((tokens, pages) if to_pages else (pages, tokens)), (paged, layered))
+    at_page, page = first_of_pages(index_names[0], paged_indices, page_size, aligned=True)
+    tokens, _ = first_of_pages(index_names[1], layered_indices, page_size, aligned=False)
+    bounded(index_names[0], at_page, ready.most[0], page_size)
+    bounded(index_names[1], tokens, ready.most[1], page_size)
+    copies = []
+    for g in ready.groups:
+        sides = (g.dst, g.src) if to_pages else (g.src, g.dst)
+        steps = g.steps[::-1] if to_pages else g.steps
+        pages, at, nbytes = page.view(np.uint64) * np.uint64(g.pages), tokens.view(np.uint64), g.row * page_size
+        if not g.dense:
+            inner, nbytes = np.arange(page_size, dtype=np.uint64), g.row
+            pages = (pages[:, None] + inner * np.uint64(steps[0])).ravel()
+            at = (at[:, None] + inner).ravel()
+        ends = (sides[0] + pages).ravel(), (sides[1] + at * np.uint64(steps[1])).ravel()
+        dst, src = ends if to_pages else ends[::-1]
+        sizes = np.empty(len(dst), np.uint64)
+        sizes.fill(nbytes)
+        copies.append((dst, src, sizes))
+    _send(ready, copies, (paged, layered))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +15,24 @@ from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.memory import locate_all
 
-__all__ = ["End", "Rows", "default_quota", "transfer"]
+__all__ = ["End", "Numbers", "Rows", "default_quota", "index_on_device", "launch", "transfer"]
 
 NO_LIMIT = 2**62
 QUOTA_VARIABLE, QUOTA = "SGLANG_HICACHE_BLOCK_QUOTA", 2
+
+
+# What every call names is plain tuples: they are made anew each time, and named ones cost several times as much.
+End = tuple[str, int, tuple[Any, ...]]
+"""One side of an operation: layout, dim and tensors.
+
+The layout is a name of `_STRIDES`, or "table": one base address per layer, each as "lf". The dim is the bytes of one
+token of all layers ("pf", "ph", "hg"), or from one token to the next where that is not the item ("lf", "table"; else
+0). The tensors are K and V, or one: memory, or tables of addresses.
+"""
+
+Numbers = tuple[int, int, int, int, int]
+"""The values of `Rows`."""
 
 
 class Rows(NamedTuple):
@@ -38,32 +49,10 @@ class Rows(NamedTuple):
     """
 
     item: int
-    layers: int = 1
-    first: int = 0
-    page: int = 1
-    heads: int = 1
-
-
-class End(NamedTuple):
-    """One side of an operation.
-
-    Attributes
-    ----------
-    name : str
-        "src" or "dst".
-    layout : str
-        A name of `_STRIDES`, or "table": one base address per layer, each as "lf".
-    tensors : tuple
-        K and V, or one tensor: memory, or tables of addresses.
-    dim : int
-        Bytes of one token of all layers ("pf", "ph", "hg"), or from one token to the next where that is not the item
-        ("lf", "table").
-    """
-
-    name: str
-    layout: str
-    tensors: tuple[Any, ...]
-    dim: int = 0
+    layers: int
+    first: int
+    page: int
+    heads: int
 
 
 # Byte strides of (outer, inner, layer, head), from the item s, the dim d, the page p and the heads h.
@@ -87,25 +76,31 @@ def default_quota(given: int | None) -> int:
         raise ValueError(f"environment variable {QUOTA_VARIABLE}={text!r} must be a number of thread blocks") from None
 
 
+_Fields = tuple[int, int, Any, bool, int]
+
+
+def _see(group: tuple[Any, ...]) -> tuple[_Fields, ...]:
+    """What of tensors decides how they are used, as a part of the key of ready copies.
+
+    Address, values, dtype, whether on a GPU, and True where it has no gaps, else the bytes that it reaches over.
+    """
+    return tuple([(t.data_ptr(), t.numel(), t.dtype, t.is_cuda, t.is_contiguous() or tensors.reach(t)) for t in group])
+
+
 class _Seen(NamedTuple):
-    """What of a tensor decides how it is used: one key of the cache of ready copies."""
+    """A tensor at the time a copy is made ready."""
 
     address: int
     values: int
-    dtype: Any
+    dtype: str
     nbytes: int
     is_cuda: bool
     dense: bool
 
 
-_Fields = tuple[int, int, Any, int, bool, bool]  # a plain tuple: made four times in every call
-
-
-def _see(tensor: Any) -> _Fields:
-    """The fields of `_Seen`."""
-    dense, count = tensor.is_contiguous(), tensor.numel()
-    nbytes = count * tensor.element_size() if dense else tensors.reach(tensor)
-    return tensor.data_ptr(), count, tensor.dtype, nbytes, tensor.is_cuda, dense
+def _seen(tensor: Any) -> _Seen:
+    at, count, name = int(tensor.data_ptr()), int(tensor.numel()), tensors.dtype_name(tensor)
+    return _Seen(at, count, name, tensors.reach(tensor), bool(tensor.is_cuda), bool(tensor.is_contiguous()))
 
 
 class _Side(NamedTuple):
@@ -120,7 +115,8 @@ class _Side(NamedTuple):
     mapped : numpy.ndarray
         As the device saw them when the copy was made ready.
     pinned : tuple of (int, int)
-        Addresses of host memory and what the device saw there: asked anew at each call, for it may have been unpinned.
+        An address of each allocation of host memory, and what the device saw there: asked anew at each call, for it may
+        have been unpinned.
     table : tuple of (int, int) or None
         Address and length of a table on the device.
     """
@@ -166,9 +162,8 @@ def _check_rows(name: str, layout: str, dim: int, rows: Rows) -> None:
 
 def _check_tables(name: str, seen: tuple[_Seen, ...], rows: Rows, device: int | None) -> None:
     for t, plane in zip(seen, "kv", strict=False):
-        dtype = str(t.dtype).removeprefix("torch.")
-        if dtype not in ("uint64", "int64"):
-            raise TypeError(f"the {name} {plane} table holds {dtype}, must hold uint64")
+        if t.dtype not in ("uint64", "int64"):
+            raise TypeError(f"the {name} {plane} table holds {t.dtype}, must hold uint64")
         if t.values < rows.layers:
             raise BoundsError(f"the {name} {plane} table has {t.values} addresses, must have {rows.layers}")
         if t.is_cuda != seen[0].is_cuda or not t.dense:
@@ -177,8 +172,9 @@ def _check_tables(name: str, seen: tuple[_Seen, ...], rows: Rows, device: int | 
             raise PlacementError(f"the {name} table lies on a GPU, the indices do not")
 
 
-def _end(name: str, layout: str, dim: int, fields: tuple[_Fields, ...], rows: Rows, device: int | None) -> _Side:
-    seen = tuple(_Seen(*t) for t in fields)
+def _end(name: str, end: End, rows: Rows, device: int | None) -> _Side:
+    layout, dim, group = end
+    seen = tuple(_seen(t) for t in group)
     _check_rows(name, layout, dim, rows)
     steps = _STRIDES["lf" if layout == "table" else layout](rows.item, dim, rows.page, rows.heads)
     outer, inner, layer, head = steps
@@ -205,23 +201,14 @@ def _end(name: str, layout: str, dim: int, fields: tuple[_Fields, ...], rows: Ro
     bases = np.array([t.address + offset for t in seen], np.uint64)
     if device is None:
         return _Side(side, bases, bases)
-    pinned = tuple((t.address, tensors.mapped_address(name, t.address)) for t in seen if not t.is_cuda)
-    known = dict(pinned)
+    known = {t.address: tensors.mapped_address(name, t.address) for t in seen if not t.is_cuda}
     mapped = np.array([known.get(t.address, t.address) + offset for t in seen], np.uint64)
-    return _Side(side, bases, mapped, pinned)
+    return _Side(side, bases, mapped, tuple((a, known[a]) for a in tensors.one_per_allocation(known)))
 
 
-@lru_cache(maxsize=2048)
-def _ready(
-    src: tuple[str, int, tuple[_Fields, ...]],
-    dst: tuple[str, int, tuple[_Fields, ...]],
-    rows: Rows,
-    ctas: int,
-    threads: int,
-    device: int | None,
-) -> _Ready:
-    """A copy made ready for tensors at these places: all that does not change from call to call."""
-    ends = _end("src", *src, rows, device), _end("dst", *dst, rows, device)
+def _make(src: End, dst: End, rows: Rows, ctas: int, threads: int, device: int | None) -> _Ready:
+    """Make a copy ready for tensors at these places: all that does not change from call to call."""
+    ends = _end("src", src, rows, device), _end("dst", dst, rows, device)
     plan = CopyPlan(
         ends[0].side,
         ends[1].side,
@@ -237,37 +224,40 @@ def _ready(
         engine="auto" if device is None else "kernel",
         ctas=ctas,
         threads=threads,
-        index_names=("src_indices", "dst_indices"),
+        index_names=_INDEX_NAMES,
         errors=None if device is None else tensors.errors_of[device],
     )
     return _Ready(copy, *ends)
 
 
-def _host_tables(end: End, rows: Rows) -> U64:
-    return np.concatenate([tensors.table_array(t)[: rows.layers] for t in end.tensors])
+def _host_tables(group: tuple[Any, ...], layers: int) -> U64:
+    return np.concatenate([tensors.table_array(t)[:layers] for t in group])
 
 
 def _operands(
-    end: End, side: _Side, rows: Rows, index: IndexVector, state: DeviceState, stream: int
+    name: str, end: End, side: _Side, layers: int, index: IndexVector | None, state: DeviceState, stream: int
 ) -> Operands | None:
     """An end as the kernel takes it; None where pinned memory is no longer what it was."""
     if side.table is not None:
         bits = 0
-        for t in end.tensors:
+        for t in end[2]:
             bits |= tensors.device_table_bits(t, state, stream)
-        return Operands(_NONE, index, DeviceTable(side.table[0], side.table[1], bits))
-    if end.layout == "table":
-        found = locate_all(_host_tables(end, rows))
+        return Operands(_NONE, index, DeviceTable(*side.table, bits))
+    if end[0] == "table":
+        found = tensors.find_ranges(_host_tables(end[2], layers), 1)
         if found.pageable:
-            raise PlacementError(f"{end.name}: an address in its table is pageable host memory")
+            raise PlacementError(f"{name}: an address in its table is pageable host memory")
         return Operands(found.seen, index)
     for address, mapped in side.pinned:
-        if tensors.mapped_address(end.name, address) != mapped:
+        if tensors.mapped_address(name, address) != mapped:
             return None
     return Operands(side.mapped, index)
 
 
 _NONE: U64 = np.zeros(0, np.uint64)
+_INDEX_NAMES = "src_indices", "dst_indices"
+_MOST = 2048
+_known: dict[tuple[object, ...], _Ready] = {}
 
 
 def transfer(
@@ -275,7 +265,7 @@ def transfer(
     dst: End,
     src_indices: Any,
     dst_indices: Any,
-    rows: Rows,
+    numbers: Numbers,
     quota: int,
     warps: int,
     dtypes: tuple[str, ...] = ("int64",),
@@ -292,57 +282,78 @@ def transfer(
         The rest; or what the kernel of an earlier operation on the device found.
     """
     on_gpu = src_indices.is_cuda
-    if not (on_gpu and dst_indices.is_cuda):
-        anywhere = (*src.tensors, *dst.tensors, src_indices, dst_indices)
-        if any(t.is_cuda for t in anywhere):
-            which = "Destination" if on_gpu else "Source"
-            raise RuntimeError(f"{which} indices must be a CUDA tensor")
+    if not (on_gpu and dst_indices.is_cuda) and any(t.is_cuda for t in (*src[2], *dst[2], src_indices, dst_indices)):
+        raise RuntimeError(f"{'Destination' if on_gpu else 'Source'} indices must be a CUDA tensor")
     names = tensors.dtype_name(src_indices), tensors.dtype_name(dst_indices)
     if names[0] not in dtypes or names[1] not in dtypes:
-        which = "Destination" if names[0] in dtypes else "Source"
-        raise RuntimeError(f"{which} indices must be of type long")
-    count = src_indices.numel()
+        raise RuntimeError(f"{'Destination' if names[0] in dtypes else 'Source'} indices must be of type long")
+    count, layers = src_indices.numel(), numbers[1]
     if count != dst_indices.numel():
         raise RuntimeError("Source and destination indices must have the same length")
-    if rows.item % 8:
+    if numbers[0] % 8:
         raise RuntimeError("Item byte size must be divisible by 8")
     if quota <= 0 or not 0 < warps <= 32:
         raise BoundsError(
             f"block_quota is {quota}, num_warps_per_block {warps}: must be positive, and at most 32 warps"
         )
     device = src_indices.get_device() if on_gpu else None
-    seen = [(end.layout, end.dim, tuple([_see(t) for t in end.tensors])) for end in (src, dst)]
-    key = seen[0], seen[1], rows, quota, warps * 32, device
     if device is None:
-        ready = _ready(*key)
-        if count and rows.layers:
+        key = (src[0], src[1], _see(src[2]), dst[0], dst[1], _see(dst[2]), numbers, quota, warps, None)
+        ready = _known.get(key) or _learn(key, src, dst, numbers, quota, warps, None)
+        if count and layers:
             bases = [
-                r.bases if len(r.bases) else _host_tables(e, rows) for e, r in ((src, ready.src), (dst, ready.dst))
+                r.bases if len(r.bases) else _host_tables(e[2], layers) for e, r in ((src, ready.src), (dst, ready.dst))
             ]
             index = tensors.index_array(src_indices), tensors.index_array(dst_indices)
             ready.copy(bases[0], bases[1], count, src_index=index[0], dst_index=index[1])
         return
     if dst_indices.get_device() != device:
         raise PlacementError(f"src_indices lie on device {device}, dst_indices on {dst_indices.get_device()}")
-    stream = tensors.current_stream(device)
+    at, to = index_on_device(src_indices, count, device), index_on_device(dst_indices, count, device)
+    launch(src, dst, numbers, quota, warps, device, at, to, count)
+
+
+def launch(
+    src: End,
+    dst: End,
+    numbers: Numbers,
+    quota: int,
+    warps: int,
+    device: int,
+    at: IndexVector | None,
+    to: IndexVector | None,
+    count: int,
+) -> None:
+    """Enqueue the kernel on a device's current stream; a side without an index takes its tokens in order."""
+    key = (src[0], src[1], _see(src[2]), dst[0], dst[1], _see(dst[2]), numbers, quota, warps, device)
+    stream, layers = tensors.current_stream(device), numbers[1]
     with DeviceScope(device):
-        ready = _ready(*key)
-        if not count or not rows.layers:
+        ready = _known.get(key) or _learn(key, src, dst, numbers, quota, warps, device)
+        if not count or not layers:
             return
         state = device_state(device)
-        at = _on_device(src_indices, names[0], count, device), _on_device(dst_indices, names[1], count, device)
-        ends = (
-            _operands(src, ready.src, rows, at[0], state, stream),
-            _operands(dst, ready.dst, rows, at[1], state, stream),
-        )
-        if ends[0] is not None and ends[1] is not None:
-            ready.copy.launch(state, ends[0], ends[1], count, stream, link=True, refs=(src, dst, at))
-            return
-    _ready.cache_clear()  # host memory was unpinned, or pinned elsewhere, since
-    transfer(src, dst, src_indices, dst_indices, rows, quota, warps, dtypes)
+        while True:
+            reads = _operands("src", src, ready.src, layers, at, state, stream)
+            writes = _operands("dst", dst, ready.dst, layers, to, state, stream)
+            if reads is not None and writes is not None:
+                break
+            _known.clear()  # host memory was unpinned, or pinned elsewhere, since
+            ready = _learn(key, src, dst, numbers, quota, warps, device)
+        ready.copy.launch(state, reads, writes, count, stream, link=True, refs=(src, dst, at, to))
 
 
-def _on_device(index: Any, dtype: str, count: int, device: int) -> IndexVector:
+def _learn(
+    key: tuple[object, ...], src: End, dst: End, numbers: Numbers, quota: int, warps: int, device: int | None
+) -> _Ready:
+    """Make a copy ready that is not known yet; on a GPU its context is current."""
+    if len(_known) >= _MOST:
+        _known.clear()
+    ready = _known[key] = _make(src, dst, Rows(*numbers), quota, warps * 32, device)
+    return ready
+
+
+def index_on_device(index: Any, count: int, device: int) -> IndexVector:
+    """Indices that lie on the device, of int64 or int32."""
     if not index.is_contiguous():
         index = index.contiguous()
-    return IndexVector(None, index.data_ptr(), count, 4 if dtype == "int32" else 8, device, index)
+    return IndexVector(None, index.data_ptr(), count, index.element_size(), device, index)

@@ -3,52 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from kvraw.adapters import tensors
+from kvraw.adapters.sglang_batch import enqueue
 from kvraw.adapters.sglang_direct import device_of
-from kvraw.adapters.sglang_kernel import End, Rows, default_quota, transfer
+from kvraw.adapters.sglang_kernel import default_quota, transfer
 from kvraw.batch import memcpy_batch
+from kvraw.engines.copy_engine import Descriptors
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
-from kvraw.runtime.memory import locate_all
 
 _INTS = ("int64", "int32")
 _WARPS = 32
 
 
-def _row_stride(name: str, tensor: Any, element_dim: int) -> int:
-    """Bytes from row to row of a tensor whose last axes make rows of `element_dim` elements."""
-    size, shape, strides = int(tensor.element_size()), tuple(tensor.shape), tuple(tensor.stride())
-    if tensor.is_contiguous():
-        if tensor.numel() % element_dim:
-            raise LayoutError(f"{name} has shape {shape}, must hold whole rows of {element_dim} elements")
-        return element_dim * size
+@lru_cache(maxsize=1024)
+def _row_stride(name: str, shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> int:
+    """Elements from row to row of a tensor with gaps, whose last axes make rows of `dim` elements."""
     row = 1
     for n, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
         if n != 1 and step != row:
-            raise LayoutError(f"{name} has shape {shape}, strides {strides}: gaps inside a row")
+            raise LayoutError(f"{name} has shape {tuple(shape)}, strides {strides}: gaps inside a row")
         row *= n
-    if row != element_dim:
-        raise LayoutError(f"{name} has rows of {row} elements, must have {element_dim}")
-    return int(strides[0]) * size
+    if row != dim:
+        raise LayoutError(f"{name} has rows of {row} elements, must have {dim}")
+    return int(strides[0])
+
+
+def _one_stride(name: str, group: tuple[Any, ...], size: int, dim: int) -> int:
+    """Bytes from row to row of tensors whose rows have `dim` elements of `size` bytes."""
+    found = 0
+    for t in group:
+        step = dim if t.is_contiguous() else _row_stride(name, t.shape, t.stride(), dim)
+        if t.numel() % dim:
+            raise LayoutError(f"{name} has shape {tuple(t.shape)}, must hold whole rows of {dim} elements")
+        if t.element_size() != size:
+            raise LayoutError(f"{name} has elements of {t.element_size()} bytes, must have {size} as the destination")
+        if found and found != step:
+            raise LayoutError(f"k and v of {name} have strides of {found} and {step} elements, must have one")
+        found = step
+    return found * size
 
 
 def _one_layer(
     dst: tuple[Any, ...], indices_dst: Any, src: tuple[Any, ...], indices_src: Any, element_dim: int | None, quota: Any
 ) -> None:
+    size = dst[0].element_size()
     dim = element_dim or int(dst[0].shape[-1])
-    ends = []
-    for name, group in (("src", src), ("dst", dst)):
-        strides = {_row_stride(f"cache_{name}", t, dim) for t in group}
-        if len(strides) != 1:
-            raise LayoutError(f"k and v of {name} have strides of {sorted(strides)} bytes, must have one")
-        ends.append(End(name, "lf", group, strides.pop()))
-    rows = Rows(dim * int(dst[0].element_size()))
-    transfer(ends[0], ends[1], indices_src, indices_dst, rows, quota or default_quota(quota), _WARPS, _INTS)
+    strides = _one_stride("cache_src", src, size, dim), _one_stride("cache_dst", dst, size, dim)
+    ends = ("lf", strides[0], src), ("lf", strides[1], dst)
+    numbers = (dim * size, 1, 0, 1, 1)
+    transfer(*ends, indices_src, indices_dst, numbers, quota or default_quota(quota), _WARPS, _INTS)
 
 
 def _all_layer(
@@ -64,9 +74,9 @@ def _all_layer(
         if strides[0] != strides[1]:
             raise LayoutError(f"element_size is needed where strides differ: {strides[0]} and {strides[1]} bytes")
         element_size = strides[0]
-    rows = Rows(element_size, int(src[0].shape[0]))
-    ends = End("src", "table", src, strides[0]), End("dst", "table", dst, strides[1])
-    transfer(*ends, indices_src, indices_dst, rows, quota or default_quota(quota), _WARPS, _INTS)
+    ends = ("table", strides[0], src), ("table", strides[1], dst)
+    numbers = (element_size, src[0].shape[0], 0, 1, 1)
+    transfer(*ends, indices_src, indices_dst, numbers, quota or default_quota(quota), _WARPS, _INTS)
 
 
 def transfer_hicache_one_layer(
@@ -158,11 +168,14 @@ def transfer_embedding_ranges_direct(
     base = [
         np.uint64(t.data_ptr()) + (at * rows[0]).astype(np.uint64) for t, at in zip((src, dst), starts, strict=True)
     ]
-    device = device_of((src, dst))
-    stream = None if device is None else tensors.current_stream(device)
-    nbytes = (counts * rows[0]).astype(np.uint64)
-    pageable = device is not None and locate_all(np.array([src.data_ptr(), dst.data_ptr()], np.uint64)).pageable
-    memcpy_batch(base[1], base[0], nbytes, stream=stream, device=device, pageable=pageable, refs=(src, dst))
+    device, nbytes = device_of((src, dst)), (counts * rows[0]).astype(np.uint64)
+    kept = nbytes > 0
+    copies = Descriptors(base[1][kept], base[0][kept], nbytes[kept])
+    if device is None:
+        memcpy_batch(copies.dst, copies.src, copies.sizes)
+        return
+    on_host = [int(t.data_ptr()) for t in (src, dst) if not t.is_cuda]
+    enqueue(copies, device, on_host=on_host, refs=(src, dst))
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:

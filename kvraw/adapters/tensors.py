@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,18 +14,21 @@ from kvraw.arrays import I64, U64
 from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.errors import DriverError, PlacementError
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver
+from kvraw.runtime.driver import driver, driver_or_none
 from kvraw.runtime.memory import locate, locate_all
 
 __all__ = [
+    "Ranges",
     "all_pinned",
     "current_stream",
     "device_table_bits",
     "dtype_name",
     "errors_of",
+    "find_ranges",
     "host_values",
     "index_array",
     "mapped_address",
+    "one_per_allocation",
     "reach",
     "table_array",
 ]
@@ -84,16 +87,88 @@ def mapped_address(name: str, address: int) -> int:
         ) from None
 
 
-def all_pinned(addresses: list[int]) -> bool:
+def one_per_allocation(addresses: Iterable[int]) -> list[int]:
+    """One address of each allocation that holds some of these; the device's context is current."""
+    first: list[int] = []
+    inside = range(0)
+    for address in sorted(addresses):
+        if address not in inside:
+            first.append(address)
+            info = driver().pointer_info(address)
+            inside = range(0) if info is None else range(info.base, info.base + info.size)
+    return first
+
+
+def all_pinned(addresses: Sequence[int]) -> bool:
     """Whether host memory at these addresses is pinned; the device's context is current."""
-    if len(addresses) > 4:  # mostly of few allocations
-        return not locate_all(np.array(addresses, np.uint64)).pageable
-    try:
-        for address in addresses:
-            mapped_address("", address)
-    except PlacementError:
-        return False
+    call = driver()
+    for address in addresses:
+        try:
+            call.host_device_address(address)  # a fraction of the cost of asking for the allocation
+        except DriverError:
+            if call.pointer_info(address) is None:
+                return False
     return True
+
+
+class Ranges(NamedTuple):
+    """Where ranges of memory lie.
+
+    Attributes
+    ----------
+    seen : numpy.ndarray of uint64
+        Their addresses as a GPU sees them; 0 where a range is pageable.
+    devices : frozenset of int
+        The devices that hold some of them.
+    link, pageable : bool
+        Host memory is among them; pageable memory is.
+    edges : tuple of int
+        Addresses inside them where one registration ends and the next begins.
+    """
+
+    seen: U64
+    devices: frozenset[int]
+    link: bool = False
+    pageable: bool = False
+    edges: tuple[int, ...] = ()
+
+
+def find_ranges(addresses: U64, nbytes: int) -> Ranges:
+    """Where ranges of at most `nbytes` lie, with one question to the driver per allocation; at least one range."""
+    low, high = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
+    call = driver_or_none()
+    info = None if call is None else call.pointer_info(low)
+    if call is None or info is None:
+        return _find_slowly(addresses, nbytes)
+    stop = info.base + info.size
+    devices, link = set(), False
+    ascending: U64 | None = None
+    at = 0
+    while True:
+        if info.kind != "host":
+            devices.add(info.device)
+        elif info.device_address != low:
+            return _find_slowly(addresses, nbytes)  # the GPU sees it elsewhere
+        else:
+            link = True
+        if high + nbytes <= stop:
+            return Ranges(addresses, frozenset(devices), link)
+        if ascending is None:
+            ascending = np.sort(addresses)
+        at = int(ascending.searchsorted(np.uint64(stop)))
+        if int(ascending[at - 1]) + nbytes > stop:
+            return _find_slowly(addresses, nbytes)  # over the end of an allocation: another may follow
+        low = int(ascending[at])
+        info = call.pointer_info(low)
+        if info is None:
+            return _find_slowly(addresses, nbytes)
+        stop = info.base + info.size
+
+
+def _find_slowly(addresses: U64, nbytes: int) -> Ranges:
+    found = locate_all(addresses, nbytes)
+    devices = frozenset(d for d in np.unique(found.devices).tolist() if d >= 0)
+    return Ranges(found.seen, devices, found.link, found.pageable, found.edges)
 
 
 def host_values(tensor: Any) -> I64:
@@ -121,9 +196,9 @@ class _Table:
 
     __slots__ = ("asked", "bits", "ref", "version")
 
-    def __init__(self, tensor: Any, key: int) -> None:
+    def __init__(self, tensor: Any, key: int, version: int) -> None:
         self.ref = weakref.ref(tensor, lambda _: _tables.pop(key, None))
-        self.version = getattr(tensor, "_version", 0)
+        self.version = version
         self.bits, self.asked = 8, False
 
 
@@ -143,9 +218,15 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
     """
     key = id(tensor)
     table = _tables.get(key)
-    if table is None or table.ref() is not tensor or table.version != getattr(tensor, "_version", 0):
-        table = _tables[key] = _Table(tensor, key)
-    if not table.asked and not driver().stream_capturing(stream):
+    try:
+        version = tensor._version
+    except RuntimeError:  # made in inference mode: nothing tells when it is changed
+        return 8
+    if table is None or table.version != version or table.ref() is not tensor:
+        table = _tables[key] = _Table(tensor, key, version)
+    elif table.asked:
+        return table.bits
+    if not driver().stream_capturing(stream):
         count = int(tensor.numel())
         operation = state.books.begin(stream)
         upload = state.take_upload(count)
@@ -164,7 +245,10 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
 
 def index_array(tensor: Any) -> I64:
     """Indices on the host as they are: int64, or int32 widened."""
-    return np.ascontiguousarray(np.asarray(tensor).ravel(), np.int64)
+    array = np.asarray(tensor)
+    if array.ndim == 1 and array.dtype == np.int64 and array.flags.c_contiguous:
+        return array
+    return np.ascontiguousarray(array.ravel(), np.int64)
 
 
 def table_array(tensor: Any) -> U64:

@@ -5,23 +5,31 @@ The copies are enqueued on torch's current stream. Where nothing lies on a GPU, 
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from kvraw.adapters import tensors
+from kvraw.adapters.sglang_batch import enqueue, holder
 from kvraw.adapters.sglang_direct import device_of
 from kvraw.arrays import U64, IndexVector
 from kvraw.batch import memcpy_batch
-from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.engines import copy_engine
+from kvraw.engines.copy_engine import Descriptors
+from kvraw.engines.device_state import device_state
+from kvraw.engines.operands import Operands
+from kvraw.errors import BoundsError, DriverError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
-from kvraw.prepared import PreparedCopy
-from kvraw.runtime.memory import locate_all
+from kvraw.prepared import PreparedCopy, Reached
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
 
 __all__ = ["swap_blocks", "swap_blocks_batch"]
 
 _NAMES = ("block_mapping[:, 0]", "block_mapping[:, 1]")
+MOST_VARIABLE = "VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS"
 _FEW = 4  # sizes that are worth a plan each
 
 
@@ -33,10 +41,10 @@ def _blocks(nbytes: int, limits: tuple[int, int], device: int | None, engine: st
 
 
 @lru_cache(maxsize=256)
-def _pieces(nbytes: int, device: int, engine: str) -> PreparedCopy:
+def _pieces(nbytes: int, device: int) -> PreparedCopy:
     side = Side(outer=0, table_outer=1, entries=0)
     plan = CopyPlan(side, side, layers=1, planes=1, tokens=1, heads=1, run=nbytes)
-    return PreparedCopy(plan, device=device, engine=engine, names=("src_ptrs", "dst_ptrs"))
+    return PreparedCopy(plan, device=device, names=("src_ptrs", "dst_ptrs"))
 
 
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any) -> None:
@@ -62,20 +70,24 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
             f"must be positive, and [n, 2]"
         )
     mapping = np.asarray(block_mapping).astype(np.int64, copy=False)
-    device = device_of((src, dst))
-    limits = tensors.reach(src) // block_size_in_bytes, tensors.reach(dst) // block_size_in_bytes
-    bases = [int(src.data_ptr())], [int(dst.data_ptr())]
+    device, spans = device_of((src, dst)), (tensors.reach(src), tensors.reach(dst))
+    limits = spans[0] // block_size_in_bytes, spans[1] // block_size_in_bytes
+    bases: list[Any] = [np.array([t.data_ptr()], np.uint64) for t in (src, dst)]
     engine, stream = "auto", None
     if device is not None:
         stream = tensors.current_stream(device)
-        engine = "copy" if locate_all(np.array(bases[0] + bases[1], np.uint64)).pageable else "auto"
+        found = [tensors.find_ranges(base, span) for base, span in zip(bases, spans, strict=True)]
+        bases = [Reached(b, f.seen, f.link, f.edges, f.pageable) for b, f in zip(bases, found, strict=True)]
+        engine = "copy" if found[0].pageable or found[1].pageable else "auto"
     index = [IndexVector(np.ascontiguousarray(column), 0, len(column)) for column in mapping.T]
     copy = _blocks(block_size_in_bytes, limits, device, engine)
-    copy(*bases, len(mapping), src_index=index[0], dst_index=index[1], stream=stream, refs=(src, dst))
+    copy(bases[0], bases[1], len(mapping), src_index=index[0], dst_index=index[1], stream=stream, refs=(src, dst))
 
 
 def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False) -> None:
     """Copy ``sizes[i]`` bytes from address ``src_ptrs[i]`` to ``dst_ptrs[i]``.
+
+    The driver is given at most ``VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS`` copies at once, where that is set.
 
     Parameters
     ----------
@@ -83,9 +95,15 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         int64, on the host. The memory is the caller's to keep until the copies are over.
     is_src_access_order_any : bool
         Taken, and not needed: sources are read in the stream's order, the stronger promise.
+
+    Raises
+    ------
+    BoundsError
+        The vectors differ in length, or hold something that is not a size.
+    DriverError
+        The driver refused; `index` is the failing entry, where it told. Others may have been enqueued.
     """
-    vectors = [_vector(n, t) for n, t in (("src_ptrs", src_ptrs), ("dst_ptrs", dst_ptrs), ("sizes", sizes))]
-    source, target, nbytes = vectors
+    source, target, nbytes = _vector("src_ptrs", src_ptrs), _vector("dst_ptrs", dst_ptrs), _vector("sizes", sizes)
     if not len(source) == len(target) == len(nbytes):
         raise BoundsError(
             f"src_ptrs, dst_ptrs and sizes have {len(source)}, {len(target)} and {len(nbytes)} entries, must have the "
@@ -93,27 +111,81 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         )
     if not len(nbytes):
         return
-    if int(nbytes.max()) >= 1 << 62:
+    least, largest = int(np.minimum.reduce(nbytes)), int(np.maximum.reduce(nbytes))
+    if largest >= 1 << 62:
         at = int(nbytes.argmax())
         raise BoundsError(f"sizes[{at}] is {int(nbytes[at : at + 1].view(np.int64)[0])}, must be in [0, 2**62)")
-    one_size = nbytes.min() == nbytes.max()
-    found = [locate_all(v, int(nbytes[0]) if one_size else 1) for v in (source, target)]
-    devices = sorted({d for one in found for d in np.unique(one.devices).tolist() if d >= 0})
+    given = Descriptors(target, source, nbytes)
+    if not least:  # nothing to copy, at an address that may be none
+        kept = nbytes > 0
+        source, target, nbytes = source[kept], target[kept], nbytes[kept]
+        if not len(nbytes):
+            return
+    reach = largest if least == largest else 1
+    found = tensors.find_ranges(source, reach), tensors.find_ranges(target, reach)
+    devices = found[0].devices | found[1].devices
     if len(devices) > 1:
-        raise PlacementError(f"the memory lies on devices {devices}, must lie on one and the host")
+        raise PlacementError(f"the memory lies on devices {sorted(devices)}, must lie on one and the host")
     if not devices:
         memcpy_batch(target, source, nbytes)
         return
-    stream, pageable = tensors.current_stream(devices[0]), any(one.pageable for one in found)
-    kinds = [int(nbytes[0])] if one_size else np.unique(nbytes).tolist()
-    if pageable or len(kinds) > _FEW:
-        memcpy_batch(target, source, nbytes, stream=stream, device=devices[0], pageable=pageable)
+    (device,) = devices
+    stream, edges = tensors.current_stream(device), found[0].edges + found[1].edges
+    if found[0].pageable or found[1].pageable:
+        memcpy_batch(target, source, nbytes, stream=stream, device=device, pageable=True)
         return
-    for size in kinds:
-        mine = slice(None) if len(kinds) == 1 else nbytes == size
-        if size:
-            to = target[mine]
-            _pieces(size, devices[0], "auto")(source[mine], to, len(to), stream=stream)
+    left = _by_kernel(found, nbytes, [largest] if least == largest else _kinds(nbytes), device, stream)
+    if left is not None:
+        source, target, nbytes = source[left], target[left], nbytes[left]
+    merged = copy_engine.merge(Descriptors(target, source, nbytes))
+    try:
+        enqueue(merged, device, edges=edges, most=_most_descriptors())
+    except DriverError as error:
+        entry = None if error.index is None else holder(given, merged, error.index)
+        raise DriverError(error.name, error.code, error.call, index=entry) from error
+
+
+def _by_kernel(
+    found: tuple[tensors.Ranges, tensors.Ranges], nbytes: U64, kinds: list[int], device: int, stream: int
+) -> np.ndarray[Any, Any] | None:
+    """Copy what the kernel is faster at; which entries it left, or None for all of them."""
+    link, left = found[0].link or found[1].link, None
+    with DeviceScope(device):
+        capturing = driver().stream_capturing(stream)
+        for size in kinds:
+            copy = _pieces(size, device)
+            mine = None if len(kinds) == 1 else nbytes == size
+            count = len(nbytes) if mine is None else int(np.count_nonzero(mine))
+            if copy.choose(link, True, capturing, count) == "copy":
+                continue
+            ends = [Operands(one.seen if mine is None else one.seen[mine]) for one in found]
+            copy.launch(device_state(device), ends[0], ends[1], count, stream, link=link)
+            gone = np.ones(count, bool) if mine is None else mine
+            left = ~gone if left is None else left & ~gone
+    return left
+
+
+def _kinds(nbytes: U64) -> list[int]:
+    """The sizes that are there, where they are few; else none."""
+    kinds: list[int] = []
+    while len(nbytes):
+        if len(kinds) == _FEW:
+            return []
+        kinds.append(int(nbytes[0]))
+        nbytes = nbytes[nbytes != nbytes[0]]
+    return kinds
+
+
+def _most_descriptors() -> int | None:
+    """The most descriptors of a driver call that the peer's environment variable names, asked at each call."""
+    text = os.environ.get(MOST_VARIABLE, "")
+    try:
+        most = int(text or 0)
+        if most < 0:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"environment variable {MOST_VARIABLE}={text!r} must be a number of descriptors") from None
+    return most or None
 
 
 def _vector(name: str, tensor: Any) -> U64:

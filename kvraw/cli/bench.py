@@ -125,7 +125,8 @@ def _times(report: dict[str, Any]) -> Rows:
         )
         out.append((f"{way} {size_text(nbytes)}", f"{text} us from call to done, runs of {size_text(run_bytes)}"))
     for r in report["host"] or ():
-        text = f"{r['microseconds']:.1f} us again, {r['first_microseconds']:.0f} us first"
+        text = f"{r['in_a_row_microseconds']:.1f} us in a row, {r['microseconds']:.1f} us after a pause, "
+        text += f"{r['first_microseconds']:.0f} us first"
         shape = f"{r['chunks']} chunks, {r['blocks']} blocks, {r['layers']} layers"
         out.append((f"host {r['direction']}", f"{r['engine']}: {text}; {shape}"))
     if report["driver"]:

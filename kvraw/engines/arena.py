@@ -47,14 +47,14 @@ class StagingRing:
 
     Attributes
     ----------
-    copies : Stream
-        The stream of the large copies.
+    copies, packs : Stream
+        The streams of the large copies, and of the kernels that pack for them.
     """
 
     def __init__(self, device: int, nbytes: int, depth: int) -> None:
         self.lock = threading.Lock()
         self.nbytes = nbytes
-        self.copies = Stream(device)
+        self.copies, self.packs = Stream(device), Stream(device)
         self._slots = [_Slot(nbytes, device) for _ in range(depth)]
         self._at = 0
         self.steps = 0

@@ -151,14 +151,16 @@ def _one_by_one(call: CudaDriver, d: Descriptors, stream: int) -> None:
     at = 0
     to, src, sizes = d.dst.astype(np.int64), d.src.astype(np.int64), d.sizes.astype(np.int64)
     steps = np.stack([np.diff(to), np.diff(src), np.diff(sizes)])
+    changes = np.flatnonzero((steps[:, 1:] != steps[:, :-1]).any(0)) + 1
+    # For each copy, the first behind it to which the step is another one.
+    until = np.append(changes, count - 1)[np.searchsorted(changes, np.arange(count), "right")]
     while at < count:
         width = int(sizes[at])
         rows = 1
         if at + 1 < count:
             step = steps[:, at]
             if step[2] == 0 and min(step[0], step[1]) >= width:
-                same = (steps[:, at:] == step[:, None]).all(0)
-                rows = (len(same) if same.all() else int(np.argmin(same))) + 1
+                rows = int(until[at]) - at + 1
         if rows >= 3 and max(int(steps[0, at]), int(steps[1, at])) < 1 << 31:  # pitches beyond that are refused
             call.memcpy_2d_async(
                 int(d.dst[at]), int(steps[0, at]), int(d.src[at]), int(steps[1, at]), width, rows, stream

@@ -37,6 +37,8 @@ class GpuCall:
         A stream capture is in progress.
     edges : tuple of int
         Addresses in chunks that no copy of the copy engine may span.
+    bits : int
+        The alignment of `chunks`, or-ed together; -1: not known.
     """
 
     index: IndexVector
@@ -47,6 +49,7 @@ class GpuCall:
     link: bool
     capturing: bool
     edges: tuple[int, ...] = ()
+    bits: int = -1
 
 
 class GpuPlan:
@@ -98,8 +101,8 @@ class GpuPlan:
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._fixed = Choice(engine, "asked for", 0.0) if engine in ("kernel", "copy") and ctas != 0 else None
 
-    def _sides(self, index: IndexVector, chunks: U64) -> tuple[Operands, Operands]:
-        paged, flat = Operands(self._bases, index), Operands(chunks)
+    def _sides(self, index: IndexVector, chunks: U64, bits: int = -1) -> tuple[Operands, Operands]:
+        paged, flat = Operands(self._bases, index), Operands(chunks, None, None, bits)
         return (paged, flat) if self.store else (flat, paged)
 
     def choose(self, state: DeviceState, call: GpuCall) -> Choice:
@@ -110,19 +113,34 @@ class GpuPlan:
         gaps = host is None
         if host is not None and self.plan.src_flat.skip_negative | self.plan.dst_flat.skip_negative and call.link:
             gaps = bool((host[call.first :] < 0).any())
-        joined = 1
-        if self._joins and host is not None and call.link and call.count > 1:
-            steps = np.diff(host[call.first : call.first + call.count])
-            joined = call.count // (1 + int(np.count_nonzero(steps != 1)))
-        key = (call.count, call.first % self._per_chunk, call.link, call.capturing, host is None, gaps, joined)
+        key: tuple[object, ...] = (
+            call.count,
+            call.first % self._per_chunk,
+            call.link,
+            call.capturing,
+            host is None,
+            gaps,
+        )
         choice = self._choices.get(key)
-        if choice is None:
-            if len(self._choices) > 4096:
-                self._choices.clear()
-            choice = self._choices[key] = self._decide(state, call, gaps, joined)
+        if choice is not None:
+            return choice
+        joined = self._per_chunk if self._joins and host is not None and call.link and call.count > 1 else 1
+        best_case = self._decide(state, call, gaps, joined, " at best" if joined > 1 else "")
+        if joined == 1 or best_case.engine != "copy":
+            return self._keep(key, best_case)  # however neighbouring the ids are
+        assert host is not None
+        ids = host[call.first : call.first + call.count]
+        joined = call.count // (1 + np.count_nonzero(ids[1:] - ids[:-1] != 1))
+        key = (*key, joined)
+        return self._choices.get(key) or self._keep(key, self._decide(state, call, gaps, joined))
+
+    def _keep(self, key: tuple[object, ...], choice: Choice) -> Choice:
+        if len(self._choices) > 4096:
+            self._choices.clear()
+        self._choices[key] = choice
         return choice
 
-    def _decide(self, state: DeviceState, call: GpuCall, gaps: bool, joined: int) -> Choice:
+    def _decide(self, state: DeviceState, call: GpuCall, gaps: bool, joined: int, copy_note: str = "") -> Choice:
         plan, nbytes = self.plan, call.count * self.plan.item_bytes
         profile = profile_for(state.device)
         run = plan.run_bytes * max(1, min(joined, self._per_chunk))
@@ -159,7 +177,9 @@ class GpuPlan:
                 barred["staged"] = str(error)
                 found = best({e: s for e, s in seconds.items() if e not in barred})
         others = [
-            f"{e} {barred[e]}" if e in barred else f"{e} {s * 1e6:.0f} us" for e, s in seconds.items() if e != found
+            f"{e} {barred[e]}" if e in barred else f"{e} {s * 1e6:.0f} us{copy_note if e == 'copy' else ''}"
+            for e, s in seconds.items()
+            if e != found
         ]
         why = "the fastest by the model, a kernel only by a margin"
         return Choice(found, f"{why} ({profile.source}); {'; '.join(others)}", seconds[found] * 1e6)
@@ -173,7 +193,7 @@ class GpuPlan:
         """Enqueue a call; the device's context is current."""
         choice = self.choose(state, call)
         if choice.engine == "kernel":
-            src, dst = self._sides(call.index, call.chunks)
+            src, dst = self._sides(call.index, call.chunks, call.bits)
             self.kernel.enqueue(state, operation, src, dst, call.first, call.count, link=call.link)
         elif choice.engine == "copy":
             src, dst = self._sides(call.index, call.host_chunks)
@@ -196,7 +216,7 @@ class GpuPlan:
         end = call.first + call.count
         if chunks:
             staged, ring = self._stage(state)
-            staged.enqueue(state, ring, operation, call.index, call.host_chunks, chunk, chunks, call.edges)
+            staged.enqueue(state, ring, operation, call.index, call.host_chunks, call.chunks, chunk, chunks, call.edges)
         # What is not a whole chunk: the ends, by the kernel, straight to or from the chunks.
         inner = (chunk * self._per_chunk, (chunk + chunks) * self._per_chunk) if chunks else (end, end)
         src, dst = self._sides(call.index, call.chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,12 +40,11 @@ def launch_shape(segments: int, most: int, most_threads: int = THREADS) -> tuple
     return min(most, -(-groups // warps)), warps * 32
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A table or a host index of one side, and where it goes: into the block's words, or through an upload."""
 
     side: int
-    index: bool
+    is_index: bool
     at: int  # in words
     inline: bool
 
@@ -108,8 +107,11 @@ class KernelPlan:
         self._short = self._block.record.view(np.uint32)
         self._lock = threading.Lock()
         self._kind: tuple[object, ...] = ()
-        self._arrangement = _Arrangement((-1, -1, -1, -1))
-        self._width = self._segments = 0
+        self._pieces: list[_Piece] = []
+        self._upload_words = self._width = self._segments = 0
+        self._last_bits = -1
+        self._kernel = copy_kernel(16)
+        self._grid, self._shaped = (0, 0), (0, False)
         self._written: list[U64 | None] = [None, None]  # tables that stand in the words already
         self._bits: list[int] = [0, 0]
         ka.fill_plan(self._block.record, plan)
@@ -137,41 +139,60 @@ class KernelPlan:
         error is a `BoundsError` where the kernel met a bad index.
         """
         stream = operation.stream if stream is None else stream
+        src_index, dst_index = src.index, dst.index
+        src_kind = 0 if src_index is None else 1 if src_index.host is not None else src_index.width
+        dst_kind = 0 if dst_index is None else 1 if dst_index.host is not None else dst_index.width
+        kind = (
+            -1 if src.table is not None else len(src.bases),
+            -1 if dst.table is not None else len(dst.bases),
+            src_kind,
+            dst_kind,
+            count if src_kind == 1 or dst_kind == 1 else 0,
+        )
         with self._lock:
-            kinds = _kind(src), _kind(dst)
-            kind = (_bases(src), _bases(dst), kinds, count if 1 in kinds else 0)
             if kind != self._kind:
                 self._arrange(src, dst, count)
                 self._kind = kind
-            status: StatusWord | None = None
-            upload: Upload | None = None
-            if self.check and (kinds[0] > 1 or kinds[1] > 1):
-                status = state.take_status()
-                operation.report(functools.partial(self._report, status))
-                operation.then(functools.partial(state.give_status, status))
-            if self._arrangement.upload_words:
-                upload = state.take_upload(self._arrangement.upload_words)
-                operation.then(functools.partial(state.give_upload, upload))
-            self._write((src, dst), first, count, upload)
-            width = self.plan.width(*self._bits)
-            if width != self._width:
-                split = ka.fill_width(self._block.record, self.plan, width)
-                self._width, self._segments = width, self.plan.runs_per_item * split
-            segments = count * self._segments
             long = self._long
-            long[ka.SEGMENTS], long[ka.FIRST_ITEM] = segments, first
-            long[ka.STATUS] = status.device_address if status else 0
-            ctas, threads = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
+            upload: Upload | None = None
+            if self._upload_words:
+                upload = state.take_upload(self._upload_words)
+                operation.then(functools.partial(state.give_upload, upload))
+            status = 0
+            if self.check and (src_kind > 1 or dst_kind > 1):
+                word = state.take_status()
+                status = word.device_address
+                operation.report(functools.partial(self._report, word))
+                operation.then(functools.partial(state.give_status, word))
+            self._write((src, dst), first, count, upload)
+            bits = self._bits[0] | self._bits[1]
+            if bits != self._last_bits:
+                self._last_bits = bits
+                self._set_width(self.plan.width(bits))
+            segments = count * self._segments
+            long[ka.SEGMENTS], long[ka.FIRST_ITEM], long[ka.STATUS] = segments, first, status
+            shape = (segments, link)
+            if shape != self._shaped:
+                self._grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
+                self._shaped = shape
             if upload is not None:
                 operation.enqueued.append(stream)
-                upload.send(self._arrangement.upload_words, stream)
-            copy_kernel(width).launch(ctas, threads, stream, self._block)
+                upload.send(self._upload_words, stream)
+            d = state.owner
+            d.launch(self._kernel.handle_for(d), *self._grid, stream, self._block.address)
             operation.enqueued.append(stream)
+
+    def _set_width(self, width: int) -> None:
+        """Take the kernel for accesses of `width` bytes."""
+        if width != self._width:
+            split = ka.fill_width(self._block.record, self.plan, width)
+            self._width, self._segments, self._kernel = width, self.plan.runs_per_item * split, copy_kernel(width)
 
     def _arrange(self, src: Operands, dst: Operands, count: int) -> None:
         """Decide where tables and indices go, and write the flags that say so."""
         src_count, dst_count = (count if o.host_index is not None else -1 for o in (src, dst))
-        self._arrangement = _Arrangement((_bases(src), _bases(dst), src_count, dst_count))
+        arrangement = _Arrangement((_bases(src), _bases(dst), src_count, dst_count))
+        self._pieces, self._upload_words = arrangement.pieces, arrangement.upload_words
         self._written = [None, None]
         for k, (side, operands) in enumerate(((self.plan.src_flat, src), (self.plan.dst_flat, dst))):
             flags = ka.SKIP_NEGATIVE if side.skip_negative else 0
@@ -179,36 +200,40 @@ class KernelPlan:
                 flags |= ka.INDEX_I64 if operands.index.width == 8 else ka.INDEX_I32
                 if operands.index.host is None and self.check:
                     flags |= ka.CHECK
-            for piece in self._arrangement.pieces:
+            for piece in self._pieces:
                 if piece.side == k and piece.inline:
-                    flags = flags & ~ka.INDEX_I64 | ka.INDEX_INLINE if piece.index else flags | ka.TABLE_INLINE
+                    flags = flags & ~ka.INDEX_I64 | ka.INDEX_INLINE if piece.is_index else flags | ka.TABLE_INLINE
             self._short[ka.FLAGS[k]] = flags
 
     def _write(self, sides: tuple[Operands, Operands], first: int, count: int, upload: Upload | None) -> None:
         """Write tables and indices of one call into the block's words or into the upload."""
         long = self._long
-        for piece in self._arrangement.pieces:
-            operands = sides[piece.side]
-            if piece.index:
-                assert operands.host_index is not None
-                values = operands.host_index[first : first + count].view(np.uint64)
-                field, skipped = ka.INDEX[piece.side], first
+        for k, is_index, at, inline in self._pieces:
+            operands = sides[k]
+            if is_index:
+                ids = operands.host_index
+                assert ids is not None
+                if first or len(ids) != count:
+                    ids = ids[first : first + count]
+                values, field, skipped = ids.view(np.uint64), ka.INDEX[k], first
             else:
-                values, field, skipped = operands.bases, ka.TABLE[piece.side], 0
-                if self._written[piece.side] is values and piece.inline:
+                values, field, skipped = operands.bases, ka.TABLE[k], 0
+                if self._written[k] is values and inline:
                     continue
-                self._written[piece.side] = values
-                self._bits[piece.side] = int(np.bitwise_or.reduce(values))
-            if piece.inline:
-                long[ka.WORDS_AT + piece.at : ka.WORDS_AT + piece.at + len(values)] = values
-                long[field] = (piece.at - skipped) % 2**64
+                self._written[k] = values
+                self._bits[k] = operands.bits if operands.bits >= 0 else int(np.bitwise_or.reduce(values))
+            if inline:
+                start = ka.WORDS_AT + at
+                long[start : start + len(values)] = values
+                long[field] = (at - skipped) % 2**64
             else:
                 assert upload is not None
-                upload.words[piece.at : piece.at + len(values)] = values
-                long[field] = (upload.device.address + (piece.at - skipped) * 8) % 2**64
+                upload.words[at : at + len(values)] = values
+                long[field] = (upload.device.address + (at - skipped) * 8) % 2**64
         for k, operands in enumerate(sides):
-            if operands.index is not None and operands.index.host is None:
-                long[ka.INDEX[k]] = operands.index.address
+            index = operands.index
+            if index is not None and index.host is None:
+                long[ka.INDEX[k]] = index.address
             if operands.table is not None:
                 long[ka.TABLE[k]], self._bits[k] = operands.table.address, operands.table.bits
 
@@ -231,9 +256,3 @@ class KernelPlan:
 def _bases(operands: Operands) -> int:
     """Length of the table that the host writes; -1 where the device has it."""
     return len(operands.bases) if operands.table is None else -1
-
-
-def _kind(operands: Operands) -> int:
-    """0 no index, 1 index on the host, 8 or 4 the width of an index on the device."""
-    index = operands.index
-    return 0 if index is None else 1 if index.host is not None else index.width

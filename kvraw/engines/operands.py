@@ -44,11 +44,14 @@ class Operands(NamedTuple):
         Index of each item; None: the item is its own index.
     table : DeviceTable or None
         Stands for `bases` where the table is known to the device alone (kernel engine only).
+    bits : int
+        The alignment of `bases`, all or-ed together or less; -1: not known.
     """
 
     bases: U64
     index: IndexVector | None = None  # type: ignore[assignment]  # not a tuple's search, here
     table: DeviceTable | None = None
+    bits: int = -1
 
     @property
     def host_index(self) -> I64 | None:
@@ -64,7 +67,7 @@ def check_host_index(name: str, index: I64, side: Side, first: int) -> None:
     BoundsError
         Names the argument, the position, the value and the bound.
     """
-    used = index[first:]
+    used = index[first:] if first else index
     # As unsigned numbers, negative ones are above every limit: one pass tells for both ends.
     if used.size == 0 or int(np.maximum.reduce(used.view(np.uint64))) < side.limit:
         return
@@ -85,7 +88,7 @@ def check_distinct(name: str, index: I64, first: int) -> None:
     """
     used = np.sort(index[first:])
     twice = used[1:] == used[:-1]
-    if twice.any():
+    if np.count_nonzero(twice):
         values = used[1:][twice & (used[1:] >= 0)]
         if values.size:
             raise BoundsError(f"{name} has {values[0]} more than once; a load writes each once")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,11 @@ from kvraw.runtime.register import boundaries
 __all__ = ["StagedPlan"]
 
 _FEW = 4  # copies that are enqueued one by one sooner than as a batch
+# A share of a slot: so much goes straight between cache and chunks while the first slot is on its way, so that the link
+# never waits; and the last slot of a load, whose unpacking nothing else overlaps, holds no more.
+_SMALL_SHARE = 12
+
+_Box = dict[str, tuple[int, int]]  # first and count along each axis of a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,15 @@ class _Slice:
     base: int  # what to add to the slot's address for the base address of the slot's side
     first: int  # items of the chunk
     count: int
+    box: _Box
+
+
+class _Step(NamedTuple):
+    """What goes through a slot at a time: a slice of each of some chunks."""
+
+    piece: _Slice
+    chunk: int
+    chunks: int
 
 
 class StagedPlan:
@@ -68,11 +83,11 @@ class StagedPlan:
         self._per_chunk = self._chunk_side(plan).page
         self.chunks_per_slot = slot_bytes // chunk_bytes
         self._kernels: dict[tuple[int, int], KernelPlan] = {}
-        self._slices: list[_Slice] = []
-        if self.chunks_per_slot:
-            self._slices = [self._slice(0, plan.planes, 0, plan.layers, 0, self._per_chunk)]
-        else:
-            self._slices = list(self._cut(slot_bytes))
+        self._small = slot_bytes // _SMALL_SHARE
+        self._step = self._axis_steps()
+        whole = self._slice({"plane": (0, plan.planes), "layer": (0, plan.layers), "item": (0, self._per_chunk)})
+        self._slices = [whole] if self.chunks_per_slot else list(self._cut(whole, slot_bytes))
+        self._split: dict[tuple[int, bool], tuple[_Slice, _Slice]] = {}
 
     def _chunk_side(self, plan: CopyPlan) -> Side:
         return plan.dst if self._store else plan.src
@@ -80,7 +95,14 @@ class StagedPlan:
     def _paged_side(self, plan: CopyPlan) -> Side:
         return plan.src if self._store else plan.dst
 
-    def _slice(self, plane: int, planes: int, layer: int, layers: int, first: int, count: int) -> _Slice:
+    def _axis_steps(self) -> dict[str, int]:
+        """Bytes from one to the next along each axis of a chunk, outermost first."""
+        chunk = self._chunk_side(self._plan)
+        step = {"plane": chunk.plane, "layer": chunk.layer, "item": chunk.inner}
+        return dict(sorted(step.items(), key=lambda x: -x[1]))
+
+    def _slice(self, box: _Box) -> _Slice:
+        (plane, planes), (layer, layers), (first, count) = box["plane"], box["layer"], box["item"]
         kernel = self._kernels.get((planes, layers))
         if kernel is None:
             part = replace(self._plan, planes=planes, layers=layers)
@@ -91,31 +113,79 @@ class StagedPlan:
         offset = plane * chunk.plane + layer * chunk.layer + first * chunk.inner
         share = planes * layers * count
         whole = self._plan.planes * self._plan.layers * self._per_chunk
-        return _Slice(kernel, offset, self._chunk_bytes * share // whole, bases, -first * chunk.inner, first, count)
+        return _Slice(
+            kernel, offset, self._chunk_bytes * share // whole, bases, -first * chunk.inner, first, count, box
+        )
 
-    def _cut(self, slot_bytes: int) -> Iterator[_Slice]:
-        """Cut a chunk along its outermost axes into contiguous pieces of at most a slot."""
-        p, chunk = self._plan, self._chunk_side(self._plan)
-        step = {"plane": chunk.plane, "layer": chunk.layer, "item": chunk.inner}
-        size = {"plane": p.planes, "layer": p.layers, "item": self._per_chunk}
-        outermost = sorted((a for a in step if size[a] > 1), key=lambda a: -step[a])
-        pieces: list[dict[str, tuple[int, int]]] = [{a: (0, n) for a, n in size.items()}]
-        for axis in outermost:
-            share = np.prod([n for _, n in pieces[0].values()]) / np.prod(list(size.values()))
-            if self._chunk_bytes * share <= slot_bytes:
-                break
-            fit = max(1, slot_bytes // step[axis])
-            pieces = [
-                {**piece, axis: (at, min(fit, size[axis] - at))} for piece in pieces for at in range(0, size[axis], fit)
-            ]
-        for piece in pieces:
-            made = self._slice(*piece["plane"], *piece["layer"], *piece["item"])
-            if made.nbytes > slot_bytes:
-                raise PlacementError(
-                    f"a row of {made.nbytes} bytes does not fit a staging slot of {slot_bytes} bytes; "
-                    f"raise KVRAW_STAGING_SLOT"
-                )
-            yield made
+    def _outermost(self, piece: _Slice) -> str | None:
+        """The outermost axis along which a slice is longer than one."""
+        return next((a for a in self._step if piece.box[a][1] > 1), None)
+
+    def _cut(self, piece: _Slice, slot_bytes: int) -> Iterator[_Slice]:
+        """Cut a slice along its outermost axes into contiguous ones of at most a slot."""
+        if piece.nbytes <= slot_bytes:
+            yield piece
+            return
+        axis = self._outermost(piece)
+        if axis is None:
+            raise PlacementError(
+                f"a row of {piece.nbytes} bytes does not fit a staging slot of {slot_bytes} bytes; "
+                f"raise KVRAW_STAGING_SLOT"
+            )
+        first, count = piece.box[axis]
+        fit = max(1, slot_bytes // (piece.nbytes // count))
+        for at in range(first, first + count, fit):
+            part = self._slice({**piece.box, axis: (at, min(fit, first + count - at))})
+            yield from self._cut(part, slot_bytes)
+
+    def _halves(self, at: int, front: bool) -> tuple[_Slice, _Slice] | None:
+        """A slice as two contiguous ones, the first of them (or the last) small; None: it is small, or one row."""
+        piece = self._slices[at]
+        axis = self._outermost(piece)
+        if axis is None or piece.nbytes < 2 * self._small:
+            return None
+        if (at, front) not in self._split:
+            first, count = piece.box[axis]
+            few = max(1, self._small // (piece.nbytes // count))
+            middle = few if front else count - few
+            self._split[at, front] = (
+                self._slice({**piece.box, axis: (first, middle)}),
+                self._slice({**piece.box, axis: (first + middle, count - middle)}),
+            )
+        return self._split[at, front]
+
+    def _part(self, steps: list[_Step], front: bool) -> None:
+        """Part a small step from the first (or the last) of these."""
+        at = 0 if front else len(steps) - 1
+        piece, chunk, many = steps[at]
+        if many > 1:
+            if many * piece.nbytes < 2 * self._small:
+                return
+            few = max(1, self._small // piece.nbytes)
+            middle = few if front else many - few
+            steps[at : at + 1] = [_Step(piece, chunk, middle), _Step(piece, chunk + middle, many - middle)]
+            at = 0 if front else len(steps) - 1
+            piece, chunk, many = steps[at]
+        halves = self._halves(0 if front else -1, front) if many == 1 else None
+        if halves:
+            steps[at : at + 1] = [_Step(half, chunk, 1) for half in halves]
+
+    def _steps(self, first_chunk: int, chunks: int) -> tuple[_Step | None, list[_Step]]:
+        """What goes straight, and what goes through the slots one after the other."""
+        group = max(1, self.chunks_per_slot)
+        end = first_chunk + chunks
+        steps = [
+            _Step(piece, chunk, min(group, end - chunk))
+            for chunk in range(first_chunk, end, group)
+            for piece in self._slices
+        ]
+        self._part(steps, True)
+        lead = None
+        if len(steps) > 1 and steps[0].piece.nbytes * steps[0].chunks <= 2 * self._small:
+            lead = steps.pop(0)
+        if not self._store and len(steps) > 1:
+            self._part(steps, False)
+        return lead, steps
 
     def enqueue(
         self,
@@ -124,6 +194,7 @@ class StagedPlan:
         operation: Operation,
         index: IndexVector,
         addresses: U64,
+        seen: U64,
         first_chunk: int,
         chunks: int,
         edges: tuple[int, ...],
@@ -131,61 +202,63 @@ class StagedPlan:
         """Enqueue whole chunks `first_chunk` to `first_chunk + chunks`; returns the slots used.
 
         The operation's stream waits for all of it. Indices are on the host; `addresses` are the chunks' as the host
-        sees them, and no copy spans one of `edges`. The device's context is current.
+        sees them, `seen` as the device does, and no copy spans one of `edges`. The device's context is current.
         """
-        stream, copies = operation.stream, ring.copies.handle
+        stream, copies, packs = operation.stream, ring.copies.handle, ring.packs.handle
+        writer, reader = (packs, copies) if self._store else (copies, stream)
+        d, books = state.owner, state.books
         with ring.lock:
-            operation.enqueued += [stream, copies]
-            if not self._store:
-                start = state.books.take_event()
-                operation.then(functools.partial(state.books.give_event, start))
-                driver().event_record(start, stream)
-                driver().stream_wait_event(copies, start)
-            steps, slot = 0, None
+            operation.enqueued += [stream, copies, packs]
+            start = books.take_event()
+            operation.then(functools.partial(books.give_event, start))
+            d.event_record(start, stream)
+            d.stream_wait_event(writer, start)
+            lead, steps = self._steps(first_chunk, chunks)
+            if lead is not None:
+                at = [int(a) + lead.piece.offset for a in seen[lead.chunk : lead.chunk + lead.chunks]]
+                self._kernel(state, operation, lead, at, index, stream, link=True)
+            slot = None
             places = addresses.tolist()
             low, high = addresses.min(), addresses.max() + np.uint64(self._chunk_bytes)
             plain = not len(boundaries(np.array([low]), np.array([high - low]), edges)[0])
-            group = max(1, self.chunks_per_slot)
-            for chunk in range(first_chunk, first_chunk + chunks, group):
-                many = min(group, first_chunk + chunks - chunk)
-                for piece in self._slices:
-                    slot = ring.next()
-                    steps += 1
-                    writer, reader = (stream, copies) if self._store else (copies, stream)
-                    slot.acquire(writer)
-                    for side in (0, 1) if self._store else (1, 0):
-                        if side == 0:
-                            self._pack(state, operation, piece, slot.address, index, chunk, many)
-                        else:
-                            self._move(
-                                piece, slot.address, places[chunk : chunk + many], None if plain else edges, copies
-                            )
-                        if side == (0 if self._store else 1):
-                            slot.hand_over(writer, reader)
-                    slot.release(reader)
+            for step in steps:
+                piece, chunk, many = step
+                slot = ring.next()
+                slot.acquire(writer)
+                at = [slot.address + k * self._chunk_bytes for k in range(many)]
+                for pack in (True, False) if self._store else (False, True):
+                    if pack:
+                        self._kernel(state, operation, step, at, index, packs if self._store else stream, link=False)
+                    else:
+                        self._move(piece, slot.address, places[chunk : chunk + many], None if plain else edges, copies)
+                    if pack is self._store:
+                        slot.hand_over(writer, reader)
+                slot.release(reader)
             if self._store and slot is not None:
-                driver().stream_wait_event(stream, slot.free)
-        return steps
+                d.stream_wait_event(stream, slot.free)
+        return len(steps)
 
-    def _pack(
+    def _kernel(
         self,
         state: DeviceState,
         operation: Operation,
-        piece: _Slice,
-        slot: int,
+        step: _Step,
+        addresses: list[int],
         index: IndexVector,
-        chunk: int,
-        chunks: int,
+        stream: int,
+        *,
+        link: bool,
     ) -> None:
+        """Enqueue the copy of a step between the cache and the addresses where its bytes of each chunk lie."""
         assert index.host is not None
+        piece, chunk, chunks = step
         begin = chunk * self._per_chunk
         ids = index.host[begin : begin + chunks * self._per_chunk]
         paged = Operands(piece.paged_bases, IndexVector(ids, 0, len(ids)))
-        at = slot + piece.base
-        bases = np.array([(at + k * self._chunk_bytes) % 2**64 for k in range(chunks)], np.uint64)
-        src, dst = (paged, Operands(bases)) if self._store else (Operands(bases), paged)
+        row = Operands(np.array([(at + piece.base) % 2**64 for at in addresses], np.uint64))
+        src, dst = (paged, row) if self._store else (row, paged)
         count = piece.count if chunks == 1 else chunks * self._per_chunk
-        piece.kernel.enqueue(state, operation, src, dst, piece.first, count, link=False)
+        piece.kernel.enqueue(state, operation, src, dst, piece.first, count, link=link, stream=stream)
 
     def _move(self, piece: _Slice, slot: int, addresses: list[int], edges: tuple[int, ...] | None, stream: int) -> None:
         """Enqueue the large copies of one slot, neighbours as one; `edges` None: nothing is to be cut."""

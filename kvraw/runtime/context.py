@@ -18,15 +18,16 @@ _primary: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKe
 
 def current_device() -> int | None:
     """Device of the calling thread's current context; None where no context is current."""
-    d = driver()
-    return d.context_device() if d.context_current() else None
+    found = driver().context_device()
+    return None if found < 0 else found
 
 
 def active_device() -> int | None:
     """Device of the current context, else the first one whose primary context exists; makes none."""
     d = driver()
-    if d.context_current():
-        return d.context_device()
+    current = d.context_device()
+    if current >= 0:
+        return current
     return next((k for k in range(d.device_count()) if d.primary_active(k)), None)
 
 
@@ -86,7 +87,7 @@ class DeviceScope:
 
     def __enter__(self) -> DeviceScope:
         d = driver()
-        if d.context_current() and d.context_device() == self._device:
+        if d.context_device() == self._device:
             return self
         d.context_push(_primary_context(d, self._device))
         self._pushed = True

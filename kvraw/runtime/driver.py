@@ -26,6 +26,7 @@ _HOST, _DEVICE, _ARRAY, _UNIFIED = 1, 2, 3, 4
 # CUstreamCaptureStatus
 _CAPTURE_NONE = 0
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # CUmemcpySrcAccessOrder
 _ORDER_STREAM = 1
 
@@ -44,6 +45,10 @@ class PointerInfo:
 class _BatchAttributes(ctypes.Structure):
     # CUmemcpyAttributes: order, two locations (type, id), flags; 24 bytes.
     _fields_ = [(name, ctypes.c_int) for name in ("order", "src_type", "src_id", "dst_type", "dst_id", "flags")]
+
+
+# What is asked about an address.
+_ASKED = ("MEMORY_TYPE", "IS_MANAGED", "DEVICE_ORDINAL", "DEVICE_POINTER", "RANGE_START_ADDR", "RANGE_SIZE")
 
 
 class CudaDriver:
@@ -67,6 +72,9 @@ class CudaDriver:
         if self.device_count() == 0:
             raise DriverNotFoundError("the CUDA driver sees no device")
         self._attribute = cu.CUdevice_attribute
+        a = cu.CUpointer_attribute
+        self._wanted = [getattr(a, f"CU_POINTER_ATTRIBUTE_{name}") for name in _ASKED]
+        self._number = a.CU_POINTER_ATTRIBUTE_BUFFER_ID
         self._batch: Any = None
 
     def _do(self, name: str, *args: Any) -> Any:
@@ -76,7 +84,8 @@ class CudaDriver:
             self._fail(name, result[0])
         return result[1] if len(result) == 2 else result[1:]
 
-    def _fail(self, name: str, code: Any) -> NoReturn:
+    def _fail(self, name: str, result: Any) -> NoReturn:
+        code = self._cu.CUresult(int(result))
         detail = self._cu.cuGetErrorString(code)[1]
         raise DriverError(code.name, int(code), name, detail.decode() if detail else "")
 
@@ -110,13 +119,14 @@ class CudaDriver:
     def _device(self, device: int) -> Any:
         return self._do("cuDeviceGet", device)
 
-    def context_current(self) -> int:
-        """Handle of the calling thread's context; 0 where there is none."""
-        return int(self._do("cuCtxGetCurrent"))
-
     def context_device(self) -> int:
-        """Device of the current context."""
-        return int(self._do("cuCtxGetDevice"))
+        """Device of the current context; -1 where there is none."""
+        code, found = self._cu.cuCtxGetDevice()
+        if code:
+            if code == _INVALID_CONTEXT:
+                return -1
+            self._fail("cuCtxGetDevice", code)
+        return int(found)
 
     def context_push(self, context: int) -> None:
         """Make a context current."""
@@ -164,18 +174,26 @@ class CudaDriver:
 
     def host_device_address(self, address: int) -> int:
         """Address at which the current context's device sees pinned host memory."""
-        return int(self._do("cuMemHostGetDevicePointer", address, 0))
+        code, found = self._cu.cuMemHostGetDevicePointer(address, 0)
+        if code:
+            self._fail("cuMemHostGetDevicePointer", code)
+        return int(found)
 
     def pointer_info(self, address: int) -> PointerInfo | None:
         """What the driver knows of an address; None for pageable host memory."""
-        a = self._cu.CUpointer_attribute
-        names = ("MEMORY_TYPE", "IS_MANAGED", "DEVICE_ORDINAL", "DEVICE_POINTER", "RANGE_START_ADDR", "RANGE_SIZE")
-        wanted = [getattr(a, f"CU_POINTER_ATTRIBUTE_{name}") for name in names]
-        kind, managed, device, mapped, base, size = self._do("cuPointerGetAttributes", len(wanted), wanted, address)
+        code, found = self._cu.cuPointerGetAttributes(len(_ASKED), self._wanted, address)
+        if code:
+            self._fail("cuPointerGetAttributes", code)
+        kind, managed, device, mapped, base, size = found
         if int(kind) not in (_HOST, _DEVICE, _UNIFIED):
             return None
         name = "managed" if managed else "host" if int(kind) == _HOST else "device"
         return PointerInfo(name, int(device), int(mapped or 0), int(base or 0), int(size))
+
+    def pointer_number(self, address: int) -> int:
+        """The number that the driver gave the allocation or registration around an address; 0 for pageable memory."""
+        code, number = self._cu.cuPointerGetAttribute(self._number, address)
+        return 0 if code else int(number)
 
     # streams and events
 
@@ -198,11 +216,16 @@ class CudaDriver:
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Make a stream wait for an event."""
-        self._do("cuStreamWaitEvent", stream, event, 0)
+        (code,) = self._cu.cuStreamWaitEvent(stream, event, 0)
+        if code:
+            self._fail("cuStreamWaitEvent", code)
 
     def stream_capturing(self, stream: int) -> bool:
         """Whether a capture is in progress on a stream."""
-        return int(self._do("cuStreamIsCapturing", stream)) != _CAPTURE_NONE
+        code, status = self._cu.cuStreamIsCapturing(stream)
+        if code:
+            self._fail("cuStreamIsCapturing", code)
+        return int(status) != _CAPTURE_NONE
 
     def event_create(self, timing: bool = False) -> int:
         """An event, without timing unless asked."""
@@ -222,11 +245,11 @@ class CudaDriver:
 
     def event_done(self, event: int) -> bool:
         """Whether an event was reached."""
-        result = self._cu.cuEventQuery(event)[0]
-        if result == _NOT_READY:
+        (code,) = self._cu.cuEventQuery(event)
+        if code == _NOT_READY:
             return False
-        if result:
-            self._fail("cuEventQuery", result)
+        if code:
+            self._fail("cuEventQuery", code)
         return True
 
     def event_synchronize(self, event: int) -> None:
@@ -241,7 +264,9 @@ class CudaDriver:
 
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """One copy between any two addresses, on a stream."""
-        self._do("cuMemcpyAsync", dst, src, nbytes, stream)
+        (code,) = self._cu.cuMemcpyAsync(dst, src, nbytes, stream)
+        if code:
+            self._fail("cuMemcpyAsync", code)
 
     def memcpy_2d_async(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
@@ -362,6 +387,8 @@ def driver() -> CudaDriver:
 
 def driver_or_none() -> CudaDriver | None:
     """The driver, or None where there is none to be had."""
+    if _absent is not None and not _forked:
+        return _driver
     try:
         return driver()
     except (DriverNotFoundError, UnsupportedDriverError):

@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 from kvraw.errors import DriverError
@@ -23,28 +24,30 @@ Settle = Callable[[], Exception | None]
 class Completion:
     """One enqueued operation: its event, what must outlive it, and what is to happen once it is over."""
 
-    __slots__ = ("__weakref__", "_books", "_event", "_lock", "_refs", "_settle", "error", "stream")
+    __slots__ = ("__weakref__", "_books", "_event", "_pending", "_refs", "_reports", "_settle", "error", "stream")
 
-    def __init__(
-        self, books: InFlight, event: int | None, refs: object, settle: list[Settle], stream: int | None = None
-    ) -> None:
+    def __init__(self, books: InFlight, event: int | None, stream: int | None) -> None:
         self.stream = stream
+        self.error: Exception | None = None
         self._books = books
         self._event = event
-        self._refs = refs
-        self._settle = settle
-        self._lock = books.settle_lock
-        self.error: Exception | None = None
+        self._pending = False
+        self._refs: object = None
+        self._reports: list[Settle] | tuple[()] = ()
+        self._settle: list[Settle] | tuple[()] = ()
 
     def __repr__(self) -> str:
         where = "" if self.stream is None else f" on stream {self.stream:#x}"
-        return f"transfer{where}, " + ("over" if self._event is None else f"event {self._event:#x}")
+        state = "being enqueued" if self._pending else "over" if self._event is None else f"event {self._event:#x}"
+        return f"transfer{where}, {state}"
 
     def done(self) -> bool:
         """Whether the operation is over; settles it if so."""
+        if self._pending:
+            return False
         if self._event is None:
             return True
-        with self._lock:
+        with self._books.settle_lock:
             if self._event is not None:
                 if not driver().event_done(self._event):
                     return False
@@ -57,13 +60,13 @@ class Completion:
         if event is None:
             return
         driver().event_synchronize(event)
-        with self._lock:
+        with self._books.settle_lock:
             if self._event is not None:
                 self._finish()
 
     def wait_on(self, stream: int) -> None:
         """Make a stream of the same device wait until the operation is over."""
-        with self._lock:
+        with self._books.settle_lock:
             if self._event is not None:
                 driver().stream_wait_event(stream, self._event)
 
@@ -71,12 +74,15 @@ class Completion:
         event, self._event = self._event, None
         assert event is not None
         self._refs = None
-        self.error = _run(self._settle)
-        self._settle = []
-        self._books.retire(self, event)
+        if self._reports:
+            self.error, self._reports = _run(self._reports), ()
+        if self._settle:
+            settle, self._settle = self._settle, ()
+            self.error = _run(settle) or self.error
+        self._books.give_event(event)
 
 
-def _run(settle: list[Settle]) -> Exception | None:
+def _run(settle: list[Settle] | tuple[()]) -> Exception | None:
     error = None
     for one in settle:
         error = one() or error
@@ -86,11 +92,13 @@ def _run(settle: list[Settle]) -> Exception | None:
 class Captured(Completion):
     """An operation captured into a graph: it runs at each replay; what it uses lives as long as this object."""
 
-    __slots__ = ("_reports",)
+    __slots__ = ()
 
-    def __init__(self, books: InFlight, refs: object, reports: list[Settle], settle: list[Settle]) -> None:
-        super().__init__(books, None, refs, [])
-        self._reports = reports
+    def __init__(
+        self, books: InFlight, refs: object, reports: list[Settle] | tuple[()], settle: list[Settle] | tuple[()]
+    ) -> None:
+        super().__init__(books, None, None)
+        self._refs, self._reports = refs, reports
         weakref.finalize(self, _run, settle)
 
     def wait(self) -> None:
@@ -98,8 +106,8 @@ class Captured(Completion):
         self.error = _run(self._reports)
 
 
-class Operation:
-    """One operation while it is being enqueued; ends in `commit` or `abort`.
+class Operation(Completion):
+    """One operation while it is being enqueued; ends in `commit` or `abort`. It counts as not over before.
 
     Attributes
     ----------
@@ -109,22 +117,22 @@ class Operation:
         Streams that were given work for it.
     """
 
-    __slots__ = ("_books", "_captured", "_event", "_reports", "_settle", "enqueued", "stream")
+    __slots__ = ("_captured", "enqueued")
+
+    stream: int
 
     def __init__(self, books: InFlight, stream: int, captured: bool) -> None:
-        self._books, self.stream, self._captured = books, stream, captured
-        self._event = None if captured else books.take_event()
-        self._reports: list[Settle] = []
-        self._settle: list[Settle] = []
+        super().__init__(books, None if captured else books.take_event(), stream)
+        self._captured, self._pending = captured, True
         self.enqueued: list[int] = []
 
     def report(self, report: Settle) -> None:
         """Call this once the operation is over; what it returns is the operation's error."""
-        self._reports.append(report)
+        self._reports = [*self._reports, report]
 
     def then(self, settle: Settle) -> None:
         """Call this once the operation is over, after all reports."""
-        self._settle.append(settle)
+        self._settle = [*self._settle, settle]
 
     def follow(self, stream: int) -> None:
         """Make the operation's stream wait for what another stream was given so far."""
@@ -136,39 +144,42 @@ class Operation:
     def commit(self, refs: object) -> Completion:
         """Record an event on the stream behind all that was enqueued, and keep `refs` until it is reached."""
         if self._event is None:
+            self._pending = False
             return Captured(self._books, refs, self._reports, self._settle)
         try:
-            driver().event_record(self._event, self.stream)
+            self._books.owner.event_record(self._event, self.stream)
         except BaseException:
             self.enqueued.append(self.stream)
             self.abort()
             raise
-        completion = Completion(self._books, self._event, refs, self._reports + self._settle, self.stream)
-        self._books.admit(completion)
-        return completion
+        self._refs, self._pending = refs, False
+        self._books.admit(self)
+        return self
 
     def abort(self) -> None:
         """Give everything back after a failure; waits where work was enqueued, since nothing else tells its end."""
+        settle, event = [*self._reports, *self._settle], self._event
         try:
             if self._captured and self.enqueued:
                 raise DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, "cuStreamSynchronize")
             for stream in set(self.enqueued):
                 driver().stream_synchronize(stream)
         except DriverError:
-            self._books.lost.append(self._settle)  # never used again: work may still hold it
-            return
-        if self._event is not None:
-            self._books.give_event(self._event)
-        _run(self._settle)
+            self._books.lost.append(settle)  # never used again: work may still hold it
+            event, settle = None, []
+        self._event, self._reports, self._settle, self._pending = None, (), (), False
+        if event is not None:
+            self._books.give_event(event)
+        _run(settle)
 
 
 class InFlight:
     """Operations of one device that are not known to be over, and events to be used again."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.owner = driver()
         self.settle_lock = threading.RLock()
-        self._open: dict[int, Completion] = {}
+        self._open: deque[Completion] = deque()
         self._events: list[int] = []
         self._begun = 0
         self.lost: list[object] = []
@@ -178,10 +189,10 @@ class InFlight:
 
     def take_event(self) -> int:
         """An event that nobody uses. The device's context is current."""
-        with self._lock:
-            if self._events:
-                return self._events.pop()
-        return driver().event_create()
+        try:
+            return self._events.pop()
+        except IndexError:
+            return driver().event_create()
 
     def give_event(self, event: int) -> Exception | None:
         """Take an event back."""
@@ -201,28 +212,33 @@ class InFlight:
 
     def admit(self, completion: Completion) -> None:
         """Put an operation on the books."""
-        self._open[id(completion)] = completion
-
-    def retire(self, completion: Completion, event: int) -> None:
-        """Take an operation that is over off the books."""
-        self._open.pop(id(completion), None)
-        self._events.append(event)
-
-    def _oldest(self) -> Completion | None:
-        with self._lock:
-            return next(iter(self._open.values()), None)
+        self._open.append(completion)
 
     def reap(self, limit: int = 4) -> None:
-        """Settle the oldest operations that are over, without waiting; an error nobody waits for is logged."""
-        while self._open and limit:
-            oldest = self._oldest()
-            if oldest is None or not oldest.done():
-                return
-            if oldest.error is not None:
-                _log.error("%s", oldest.error)
-            limit -= 1
+        """Settle old operations that are over, without waiting; an error nobody waits for is logged.
+
+        One that is not over goes to the back, so that a stream that stands still does not hold up the others' books.
+        """
+        with self.settle_lock:  # `drain` must not miss what is off the books for a moment
+            while self._open and limit:
+                limit -= 1
+                oldest = self._open[0]
+                known = oldest._event is None
+                if not oldest.done():
+                    self._open.rotate(-1)
+                    return
+                self._open.popleft()
+                if not known and oldest.error is not None:
+                    _log.error("%s", oldest.error)
 
     def drain(self) -> None:
         """Wait for every operation on the books."""
-        while (oldest := self._oldest()) is not None:
+        while True:
+            with self.settle_lock:
+                if not self._open:
+                    return
+                oldest = self._open[0]
             oldest.wait()
+            with self.settle_lock:
+                if self._open and self._open[0] is oldest:
+                    self._open.popleft()

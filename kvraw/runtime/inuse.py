@@ -22,7 +22,10 @@ class InUse:
         self._sequence = 0
 
     def borrow(self, completion: Completion) -> None:
-        """Note an operation that uses this memory; `close`, and the reuse of what is freed later, wait for it."""
+        """Note an operation that uses this memory; `close`, and the reuse of what is freed later, wait for it.
+
+        To be called ahead of the enqueueing: memory that another thread frees meanwhile is then not handed out again.
+        """
         with self._lock:
             self._sequence += 1
             self._busy.append((self._sequence, completion))

@@ -39,26 +39,64 @@ class Where:
 PAGEABLE = Where(None, 0)
 
 
+class _Allocation(NamedTuple):
+    """An allocation or a registration: its addresses, what to add for a GPU's view, and the device that holds it."""
+
+    start: int
+    stop: int
+    shift: int
+    device: int | None
+
+
+_MOST_KNOWN = 4096
+_known: weakref.WeakKeyDictionary[CudaDriver, dict[int, _Allocation]] = weakref.WeakKeyDictionary()
+
+
+def _allocation(d: CudaDriver, address: int) -> _Allocation | None:
+    """The allocation around an address; None for pageable memory.
+
+    The number that the driver gives each allocation, and never again, costs a fifth of asking for all about it: what
+    was asked about pinned memory before is taken as it was found while the number is the same.
+    """
+    known = _known.get(d)
+    if known is None:
+        known = _known.setdefault(d, {})
+    number = d.pointer_number(address)
+    found = known.get(number) if number else None
+    if found is not None and found.start <= address < found.stop:
+        return found
+    info = d.pointer_info(address)
+    if info is None:
+        return None
+    device = None if info.kind == "host" else info.device
+    shift = info.device_address - address if device is None else 0
+    found = _Allocation(info.base, info.base + info.size, shift, device)
+    if number and device is None:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[number] = found
+    return found
+
+
 def _look(address: int, nbytes: int) -> tuple[Where, range]:
     """Where a range lies, and the allocation that it begins in."""
     d = driver_or_none()
-    info = d.pointer_info(address) if d is not None else None
-    if d is None or info is None:
+    found = _allocation(d, address) if d is not None else None
+    if d is None or found is None:
         return PAGEABLE, range(0)
-    inside = range(info.base, info.base + info.size)
-    if info.kind != "host":
-        return Where(info.device, address), inside
+    inside = range(found.start, found.stop)
+    if found.device is not None:
+        return Where(found.device, address), inside
     # A range over several registrations is one range for a kernel when they are neighbours at one distance.
-    end = address + max(nbytes, 1)
-    reach, shift = inside.stop, info.device_address - address
+    end, reach = address + max(nbytes, 1), found.stop
     edges = []
     while reach < end:
         edges.append(reach)
-        following = d.pointer_info(reach)
-        if following is None or following.kind != "host" or following.device_address - reach != shift:
+        following = _allocation(d, reach)
+        if following is None or following.device is not None or following.shift != found.shift:
             return PAGEABLE, range(0)
-        reach = following.base + following.size
-    return Where(None, info.device_address, tuple(edges)), inside
+        reach = following.stop
+    return Where(None, address + found.shift, tuple(edges)), inside
 
 
 def locate(address: int, nbytes: int) -> Where:
@@ -94,11 +132,32 @@ class Located(NamedTuple):
         return bool((self.devices < 0).any())
 
 
+_ONE_BY_ONE = 64
+
+
+def _locate_few(addresses: list[int], nbytes: int) -> Located:
+    """`locate_all` for so few that a loop over them costs less than vectors do."""
+    seen, devices = [0] * len(addresses), [-1] * len(addresses)
+    edges: list[int] = []
+    inside, shift, device = range(0), 0, -1
+    for at, address in enumerate(addresses):
+        if address not in inside or address + nbytes > inside.stop:
+            where, inside = _look(address, nbytes)
+            if not where.device_address:
+                break
+            edges += where.edges
+            shift, device = where.device_address - address, -1 if where.device is None else where.device
+        seen[at], devices[at] = address + shift, device
+    return Located(np.array(seen, np.uint64), np.array(devices, np.int64), tuple(edges))
+
+
 def locate_all(addresses: npt.NDArray[np.uint64], nbytes: int = 1) -> Located:
     """`locate` for many ranges of one size, with one question to the driver per allocation.
 
     Behind the first pageable range others may count as pageable too: nothing tells where pageable memory ends.
     """
+    if len(addresses) <= _ONE_BY_ONE:
+        return _locate_few(addresses.tolist(), nbytes)
     seen, devices = np.zeros_like(addresses), np.full(len(addresses), -1, np.int64)
     edges: list[int] = []
     left = np.arange(len(addresses))

@@ -32,7 +32,10 @@ class Kernel:
 
     def handle(self) -> int:
         """The kernel's handle; compiles the image on first use."""
-        d = driver()
+        return self.handle_for(driver())
+
+    def handle_for(self, d: CudaDriver) -> int:
+        """The same, for those who hold the driver already."""
         if self._owner is not d:
             with _lock:
                 if self._owner is not d:

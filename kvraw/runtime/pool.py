@@ -18,6 +18,15 @@ from kvraw.runtime.suballoc import Arena
 __all__ = ["HostChunk", "HostPool"]
 
 
+class ChunkKind:
+    """What live chunks of one pool and size have in common: one object, so that a whole row is checked at once."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
 class HostChunk:
     """`nbytes` of a pool. `free` gives them back; the pool must be open for any use of the address.
 
@@ -25,11 +34,16 @@ class HostChunk:
     what they make of it keeps the pool's memory mapped.
     """
 
-    __slots__ = ("__weakref__", "address", "freed", "nbytes", "pool")
+    __slots__ = ("__weakref__", "address", "kind", "nbytes", "pool")
 
-    def __init__(self, pool: HostPool, address: int, nbytes: int) -> None:
+    def __init__(self, pool: HostPool, address: int, nbytes: int, kind: ChunkKind) -> None:
         self.pool, self.address, self.nbytes = pool, address, nbytes
-        self.freed = False
+        self.kind: ChunkKind | None = kind
+
+    @property
+    def freed(self) -> bool:
+        """Whether it was given back."""
+        return self.kind is None
 
     def numpy(self, dtype: npt.DTypeLike = np.uint8) -> np.ndarray:
         """The chunk as a 1-D array; it keeps the pool's memory alive, but not the chunk from being handed out again."""
@@ -107,6 +121,7 @@ class HostPool(HostBuffer):
     def _adopt(self, memory: HostMemory, target: int | None, options: HostOptions) -> None:
         self.limit = None
         self._arena = Arena()
+        self._kinds: dict[int, ChunkKind] = {}
         self._waiting: deque[tuple[int, int]] = deque()  # (sequence of the last operation before the free, offset)
         self._waiting_bytes = 0
         self._allocations = self._frees = self._failures = self._peak = 0
@@ -161,7 +176,8 @@ class HostPool(HostBuffer):
                 if found is not None:
                     self._allocations += count
                     self._peak = max(self._peak, self._in_use())
-                    return [HostChunk(self, self.address + offset, nbytes) for offset in found]
+                    kind = self._kinds.setdefault(nbytes, ChunkKind(nbytes))
+                    return [HostChunk(self, self.address + offset, nbytes, kind) for offset in found]
                 growing = self._growth is not None and self._growth.running
                 if not (self._waiting or growing) or time.monotonic() >= deadline:
                     self._failures += 1
@@ -218,7 +234,7 @@ class HostPool(HostBuffer):
                 offset = chunk.address - self.address
                 if chunk.pool is not self or chunk.freed or not self._arena.holds(offset):
                     raise ValueError(f"{chunk!r} is not a live chunk of this pool (freed twice?)")
-                chunk.freed = True
+                chunk.kind = None
                 self._frees += 1
                 if last:
                     self._waiting.append((last, offset))

@@ -21,6 +21,8 @@ def stream_handle(stream: object) -> int:
     TypeError
         It is None (there is no implicit stream) or none of the above.
     """
+    if type(stream) is Stream:
+        return stream.handle
     if stream is None:
         raise TypeError("stream is None; what touches a GPU takes an explicit stream")
     if isinstance(stream, int) and not isinstance(stream, bool):

@@ -89,11 +89,18 @@ def stream_seconds(work: Work, stream: int, pace: Pace, *others: int) -> float:
             d.event_destroy(event)
 
 
-def host_seconds(work: Work, before: Work, pace: Pace, most: int = 100) -> float:
-    """Median host time of one call of `work`, `before` called ahead of each and not timed."""
+def host_seconds(work: Work, before: Work, pace: Pace, most: int = 100, every: int = 1) -> float:
+    """Median host time of one call of `work`, `before` called ahead of each and not timed.
+
+    `every` > 1: `before` is called ahead of every so many calls, and the first behind it is not counted; the processor
+    is awake and its caches hold what a call needs.
+    """
     times = []
-    for at in range(1 + (most if pace.rounds > 1 else 1)):
-        before()
+    for at in range(1 + (most if pace.rounds > 1 else 1) * every):
+        if at % every == 0:
+            before()
+            if every > 1:
+                work()
         begin = time.perf_counter()
         work()
         if at:

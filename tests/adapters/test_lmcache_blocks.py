@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
+from kvraw.adapters.lmcache import _memo
 from tests.helpers.memory import Laid, Tensor, numbers
 from tests.helpers.oracle import MLA, PAGED, Shape, move
 
@@ -92,6 +94,82 @@ def test_tensors_everywhere(place: int | None, kind: str, direction: str, on_dev
     for _ in range(2):  # the second call finds everything made ready
         call(w, there, int(direction == "store"), table=table, objects=w.objects.tensors(2), skip=3)
     w.check()
+    w.close()
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_staging_buffers_are_looked_up_once(fake: Any, direction: str) -> None:
+    w = World(1, 2, 0, 3, "device")
+    ids = [6, 0, 3, 1, 5, 2]
+    w.expect(direction, ids, 0)
+    table, there = numbers(w.paged.addresses, "device", 0), numbers(ids, "device", 0)
+    for _ in range(4):
+        before = fake.calls["pointer_info"]
+        call(w, there, int(direction == "store"), table=table)
+    assert fake.calls["pointer_info"] == before
+    w.check()
+    w.close()
+
+
+@pytest.mark.parametrize("engine", ["auto", "kernel", "staged"])
+def test_engines_asked_for(fake: Any, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.setenv("KVRAW_ENGINE", engine)
+    for kind in ("pinned", "device"):
+        w = World(1, 2, 0, 3, kind)
+        w.expect("store", [6, 0, 3, 1, 5, 2], 0)
+        if kind == "device" and engine == "staged":
+            with pytest.raises(kvraw.PlacementError, match="both sides are device memory"):
+                call(w, [6, 0, 3, 1, 5, 2], 1)
+        else:
+            call(w, [6, 0, 3, 1, 5, 2], 1)
+            w.check()
+        w.close()
+
+
+def test_a_changed_table_is_read_again(place: int | None) -> None:
+    w, other = World(1, 2, place, 1), World(1, 2, place, 1)
+    table = numbers(w.paged.addresses, "host" if place is None else "device", place)
+    w.expect("store", [3, 1], 0)
+    call(w, [3, 1], 1, table=table)
+    w.check()
+    table.memory = numbers(other.paged.addresses, "host" if place is None else "device", place).memory
+    s = w.shape
+    move(1, s, other.paged.arrays, w.objects.arrays, "2LTD", TOKENS, "store", "block", [3, 1], 0)
+    call(w, [3, 1], 1, table=table)
+    w.check()
+    w.close()
+    other.close()
+
+
+def test_what_was_made_of_tensors_goes_with_them(fake: Any) -> None:
+    w = World(1, 2, 0, 1)
+    table, tensors = numbers(w.paged.addresses, "device", 0), w.paged.tensors(2)
+    for one in (table, tensors):
+        call(w, [3, 1], 1, table=one)
+    assert len(_memo._known) == 3  # the table by itself, and what both arguments were read as
+    del one, table
+    assert len(_memo._known) == 1
+    tensors[1] = Tensor(w.paged.memory, w.paged.offsets[1], tensors[0].shape, 2)
+    assert not _memo._known
+    call(w, [3, 1], 1, table=tensors)
+    w.close()
+
+
+def test_objects_live_until_their_copy_is_over(fake: Any) -> None:
+    w = World(1, 2, 0, 1)
+    ids = numbers([3, 1], "device", 0)
+    objects = w.objects.tensors(2)
+    alive = weakref.ref(objects[0])
+    call(w, ids, 1, objects=objects)
+    del objects
+    assert alive() is not None
+    w.objects.memory.read()
+    call(w, [3, 1], 1)  # asks what is over
+    w.objects.memory.read()
+    for _ in range(20):
+        call(w, [3, 1], 1)
+        w.objects.memory.read()
+    assert alive() is None
     w.close()
 
 
@@ -286,14 +364,14 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-@pytest.mark.parametrize("engine", ["auto", "copy", "staged", "kernel"])
+@pytest.mark.parametrize("engine", ["auto", "copy", "staged", "kernel", "auto, ids on the device"])
 def test_objects_over_registrations_of_others(
     fake: Any, monkeypatch: pytest.MonkeyPatch, engine: str, direction: str
 ) -> None:
     # Somebody else pinned the objects in pieces of a page, of which kvraw keeps no books.
     from kvraw.runtime.context import DeviceScope
 
-    monkeypatch.setenv("KVRAW_ENGINE", engine)
+    monkeypatch.setenv("KVRAW_ENGINE", engine.split(",")[0])
     page, s = 4096, shape_of(1, 2)
     cache = Laid("device", [PAGED[(1, 2)].shape(s)] * s.nl, 0, 1)
     memory = np.random.default_rng(3).integers(0, 256, 5 * page, dtype=np.uint8)
@@ -309,8 +387,9 @@ def test_objects_over_registrations_of_others(
             fake.host_register(start + begin + k * page, page)
         with kvraw.Stream(0) as stream:
             monkeypatch.setattr("kvraw.adapters.lmcache._blocks.current_stream", lambda device: stream.handle)
+            ids = numbers([6, 0, 3, 1], "device", 0) if "," in engine else [6, 0, 3, 1]
             ops.multi_layer_block_kv_transfer(
-                cache.addresses, [start + at for at in places], [6, 0, 3, 1], 0, direction == "store", describe(1, s),
+                cache.addresses, [start + at for at in places], ids, 0, direction == "store", describe(1, s),
                 TOKENS, 1, 0,
             )  # fmt: skip
             stream.synchronize()

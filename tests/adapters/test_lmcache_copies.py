@@ -59,6 +59,17 @@ def test_memcpy_of_tensors() -> None:
         ops.lmcache_memcpy_async(Tensor(a.memory, 0, (4, 4), 1, (8, 1)), b.tensors(4)[0], 16, 0, 0, 64)
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_large_copies_on_the_host(apart: bool) -> None:
+    size = (9 << 20) + 5
+    memory = np.random.default_rng(4).integers(0, 256, 2 * size + 7, dtype=np.uint8)
+    at, want = (size + 3 if apart else 100), memory.copy()
+    want[at : at + size] = memory[:size]
+    start = int(memory.ctypes.data)
+    ops.lmcache_memcpy_async(start + at, start, size, ops.D2H, 0, 1 << 26)
+    np.testing.assert_array_equal(memory, want)
+
+
 @pytest.mark.parametrize("alignment", [0, -64, 3, 96])
 def test_bad_alignment(alignment: int) -> None:
     for kind in (ValueError, RuntimeError):

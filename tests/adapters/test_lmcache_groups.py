@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -142,13 +143,75 @@ def test_bad_ids_are_reported(place: int | None) -> None:
     p = Plan(place, True)
     p.device_ids = numbers([8, 0, 9, 1, 5, 2, 7, 4], "host" if place is None else "device", place)
     if place is None:
-        with pytest.raises(IndexError, match=r"paged_index\[2\] is 9, must be in \[0, 9\)"):
+        with pytest.raises(IndexError, match=r"block_ids\[2\] is 9, must be in \[0, 9\)"):
             p.run()
     else:
         p.run()
         p.host.memory.read()
-        with pytest.raises(IndexError, match=r"paged_index\[2\] is 9, must be in \[0, 9\)"):
+        with pytest.raises(IndexError, match=r"block_ids\[2\] is 9, must be in \[0, 9\)"):
             p.run()
+    p.close()
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_parts_are_timed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, to_host: bool) -> None:
+    stamps: dict[int, int] = {}
+    record = FakeDriver.event_record
+
+    def event_record(self: FakeDriver, event: int, stream: int) -> None:
+        stamps[event] = len(stamps) if event not in stamps else max(stamps.values()) + 1
+        record(self, event, stream)
+
+    monkeypatch.setattr(FakeDriver, "event_record", event_record)
+    monkeypatch.setattr(FakeDriver, "event_milliseconds", lambda self, start, end: float(stamps[end] - stamps[start]))
+    ops.pop_completed_phase_timings()
+    p = Plan(0, to_host)
+    # A step of copies alone and one of nothing stand among the others.
+    steps = [*p.steps(), ops.BatchStep(p.steps()[0].staging, []), ops.BatchStep()]
+    ops.execute_object_group_transfer(int(to_host), 0, 64, [p.group()], steps, True, "s")
+    p.run()  # not asked for
+    p.host.memory.read()
+    found = ops.pop_completed_phase_timings()
+    order = [0, 1] if to_host else [1, 0]
+    assert [f[0] for f in found] == [*order, *order, 1]
+    assert all(f[1:3] == (int(to_host), 0) and f[4:6] == (2 * BYTES, "s") for f in found)
+    assert all(f[3] == pytest.approx((f[7] - f[6]) * 1e3, abs=1e-3) and f[3] > 0 for f in found)
+    assert all(a[7] <= b[6] for a, b in itertools.pairwise(found))
+    assert ops.pop_completed_phase_timings() == []
+    p.close()
+
+
+@pytest.mark.gpu
+def test_parts_are_timed_on_a_gpu(gpu: int) -> None:
+    ops.pop_completed_phase_timings()
+    begin = time.time()
+    p = Plan(gpu, True)
+    ops.execute_object_group_transfer(1, gpu, 64, [p.group()], p.steps(), True, "s")
+    p.host.memory.read()
+    found = ops.pop_completed_phase_timings()
+    assert [f[0] for f in found] == [0, 1, 0, 1]
+    assert all(0 < f[3] < 1e3 and begin - 1e-3 < f[6] < f[7] < time.time() + 1e-3 for f in found)
+    p.close()
+
+
+def test_another_table_in_the_place_of_a_known_one(device: int) -> None:
+    # LMCache's kernel would take the second table as well: it reads a head of 8 bytes by 4. Where the first one's
+    # alignment were taken for the second's, an access of 8 bytes would go wrong.
+    p = Plan(device, True)
+    p.run()
+    off = Laid("device", [(*PAGED[(1, 2)].shape(S)[:-1], S.d)] * S.nl, device, 9)
+    shifted = numbers([a + 4 for a in off.addresses], "pinned", device)
+    with DeviceScope(device):
+        driver().memcpy_async(p.table.data_ptr(), shifted.data_ptr(), 8 * S.nl, 0)
+        driver().stream_synchronize(0)
+    p.run()
+    cache = off.memory.read()
+    got = p.host.memory.read()[p.host.offsets[0] :][:BYTES].reshape(2, S.nl, TOKENS, S.nh * S.d)
+    for plane, layer, t in itertools.product(range(2), range(S.nl), range(TOKENS)):
+        row = ((plane * S.nb + p.ids[t // S.bs]) * S.bs + t % S.bs) * S.nh * S.d
+        at = off.offsets[layer] + 4 + row
+        np.testing.assert_array_equal(got[plane, layer, t], cache[at : at + S.nh * S.d])
+    off.close()
     p.close()
 
 
@@ -185,6 +248,24 @@ def test_direct_copies(place: int | None, to_host: bool, number: int) -> None:
     for one in (p.cache, second, p.host):
         one.check()
     second.close()
+    p.close()
+
+
+@pytest.mark.parametrize(("kind", "used"), [("pinned", "memcpy_batch_async"), ("host", "memcpy_async")])
+def test_direct_copies_on_the_default_stream(fake: FakeDriver, kind: str, used: str) -> None:
+    p = Plan(0, True)
+    p.host.close()
+    p.host = Laid(kind, [(2 * BYTES,)] * 2, 0, 2)
+    groups, objects = direct(p, p.cache)
+    before = fake.calls[used]
+    ops.execute_direct_copy_transfer(1, 0, 1 << 20, groups, objects)
+    assert (fake.calls[used] - before == 2) == (kind == "pinned")
+    for k, (chunk, skip) in enumerate(((0, 1), (3, 0))):
+        for at, left_out in ((0, skip), (1, 0)):
+            region = p.host.arrays[k][at * BYTES : (at + 1) * BYTES].reshape(2, S.nl, TOKENS, S.nh * S.d)
+            ids = p.ids[chunk * PER : chunk * PER + PER]
+            move(1, S, p.cache.arrays, [region], "2LTD", TOKENS, "store", "block", ids, left_out)
+    p.host.check()
     p.close()
 
 

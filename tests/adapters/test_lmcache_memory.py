@@ -11,6 +11,7 @@ import pytest
 
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters.lmcache import _host, _memory
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import locate
 
@@ -36,7 +37,8 @@ def test_every_pair(place: int | None, kind: str, size: int) -> None:
     assert bytes(array) == bytes(size)
     array[size - 1] = 7
     if place is not None:
-        assert bool(locate(ptr, size).device_address) == (kind != "numa")
+        with DeviceScope(place):
+            assert bool(locate(ptr, size).device_address) == (kind != "numa")
     free(kind, ptr, size)
     assert _memory._live == live
     with pytest.raises(RuntimeError, match="is unknown"):

@@ -56,6 +56,7 @@ FUNCTIONS = {
     "drain_recorded_events": "",
     "record_completion_on_stream": "cuda_stream_ptr kind payload",
     "drain_recorded_completions": "",
+    "pop_completed_phase_timings": "",
     "is_cross_layer": "engine_kv_format",
     "is_kv_list": "engine_kv_format",
     "is_layer_list": "engine_kv_format",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import sglang, tensors
+from kvraw.adapters import sglang, sglang_direct, tensors
 from tests.helpers import kv_oracle as oracle
 from tests.helpers.torch_like import Tensor, TorchLike
 
@@ -192,6 +193,35 @@ def test_checks(w: TorchLike) -> None:
         assert not w.take(tensor).any()
 
 
+def test_lists_of_all_layers_that_change(w: TorchLike) -> None:
+    """They are known by identity: a tensor given other memory in place, another in its stead, and one that is gone."""
+    count, kinds = 10, w.kinds
+    a = [bytes_of(TOKENS, 8, seed=k) for k in range(count)]
+    b = [bytes_of(TOKENS, 8, seed=k + 50) for k in range(count)]
+    src, dst = [w.put(kinds[0], x) for x in a], [w.put(kinds[1], x) for x in b]
+    reads, writes = ids(w, [3, 4, 9], False), ids(w, [0, 1, 2], False)
+    sglang_direct._by_identity.clear()
+    for change in ("", "", "in place", "another", "gone"):
+        if change == "in place":
+            a[4] = bytes_of(TOKENS, 8, seed=100)
+            src[4].base = w.put(kinds[0], a[4]).base
+        elif change == "another":
+            a[5] = bytes_of(TOKENS, 8, seed=101)
+            src[5] = w.put(kinds[0], a[5])
+        elif change == "gone":
+            del src[7], dst[7], a[7], b[7]
+        sglang.transfer_kv_direct(src, dst, reads, writes, 1)
+        for x, y in zip(a, b, strict=True):
+            y[:3] = x[[3, 4, 9]]
+        same(w, list(zip(src + dst, a + b, strict=True)))
+    if w.stream is not None:
+        tensors.device_state(0).books.drain()
+    assert len(sglang_direct._by_identity) == 1  # those with tensors that are gone are forgotten
+    del src, dst
+    gc.collect()
+    assert not sglang_direct._by_identity
+
+
 def test_the_default_stream(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch call refuses it: a stream of kvraw's own takes the copies, in its order."""
     w = TorchLike(0)
@@ -232,6 +262,22 @@ def test_hicache_one_layer(w: TorchLike, verb: str, planes: int, dtype: str) -> 
     same(w, list(zip(mine + theirs, flat + pool, strict=True)))
 
 
+def test_hicache_one_layer_checks(w: TorchLike) -> None:
+    flat, pool = w.put(w.kinds[0], bytes_of(TOKENS, 32)), w.put(w.kinds[1], bytes_of(TOKENS, LAYERS, 32))
+    view, wide = pool.select(1, 1), w.put(w.kinds[1], np.zeros((TOKENS, 32), np.int16))
+    at = ids(w, [0], True)
+    for dst, src, dim, message in [
+        (flat, view, 20, "cache_src has rows of 32 elements, must have 20"),
+        (flat, pool.select(2, 1), 32, "gaps inside a row"),
+        (flat, flat, 36, r"cache_src has shape \(24, 32\), must hold whole rows of 36 elements"),
+        (flat, wide, 32, "cache_src has elements of 2 bytes, must have 1 as the destination"),
+    ]:
+        with pytest.raises(kvraw.LayoutError, match=message):
+            sglang.transfer_hicache_one_layer_mla(dst, at, src, at, element_dim=dim)
+    with pytest.raises(kvraw.LayoutError, match="k and v of cache_src have strides of 96 and 32 elements"):
+        sglang.transfer_hicache_one_layer(flat, flat, at, view, flat, at)
+
+
 @pytest.mark.parametrize("planes", [1, 2])
 def test_hicache_all_layer(w: TorchLike, planes: int) -> None:
     flat = [bytes_of(LAYERS, TOKENS, 32, seed=k) for k in range(planes)]
@@ -250,6 +296,52 @@ def test_hicache_all_layer(w: TorchLike, planes: int) -> None:
     for x, y in zip(flat, pool, strict=True):
         y[writes] = x[:, reads].transpose(1, 0, 2)
     same(w, list(zip(mine + theirs, flat + pool, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+@pytest.mark.parametrize("room", [PAGE, PAGE + 1, 2 * PAGE, TOKENS])
+@pytest.mark.parametrize("planes", [1, 2])
+def test_staged_write_back(w: TorchLike, planes: int, room: int, dtype: str) -> None:
+    """Staging memory for one page, for less than all, and for more; pages that follow each other and not."""
+    flat = [bytes_of(LAYERS, TOKENS, 16, seed=k) for k in range(planes)]
+    pool = [bytes_of(TOKENS, LAYERS, 16, seed=k + 2) for k in range(planes)]
+    mine, theirs = [w.put(w.kinds[0], x) for x in flat], [w.put(w.kinds[1], x) for x in pool]
+    staging = [w.put(w.kinds[0], bytes_of(room, LAYERS, 16)) for _ in range(planes)]
+    src = [w.table(w.kinds[0], [t[k] for k in range(LAYERS)]) for t in mine]
+    reads, writes = tokens_of([4, 0, 5, 1, 2]), tokens_of([1, 2, 5, 0, 3])
+    at, to = w.put(w.kinds[0], np.array(reads, dtype)), w.put("host", np.array(writes))
+    call = getattr(sglang, f"transfer_hicache_all_layer{'_mla' if planes == 1 else ''}_staged_lf_pf")
+    call(*src, at, to, *staging, *theirs, page_size=PAGE)
+    none = w.put(w.kinds[0], np.zeros(0, dtype)), w.put("host", np.zeros(0, np.int64))
+    call(*src, *none, *staging, *theirs, page_size=PAGE)
+    for x, y in zip(flat, pool, strict=True):
+        y[writes] = x[:, reads].transpose(1, 0, 2)
+    same(w, list(zip(mine + theirs, flat + pool, strict=True)))
+
+
+def test_staged_write_back_checks(w: TorchLike) -> None:
+    flat, pool = bytes_of(LAYERS, TOKENS, 16), bytes_of(TOKENS, LAYERS, 16)
+    mine, theirs = w.put(w.kinds[0], flat), w.put(w.kinds[1], pool)
+    staging = w.put(w.kinds[0], bytes_of(PAGE, LAYERS, 16))
+    table = w.table(w.kinds[0], [mine[k] for k in range(LAYERS)])
+    page, other, outside = (ids(w, tokens_of([k]), False) for k in (0, 1, 6))
+    at, small = ids(w, tokens_of([2]), True), w.put(w.kinds[0], bytes_of(2, LAYERS, 16))
+    for to, through, size, error, message in [
+        (ids(w, [0, 1, 2], False), staging, PAGE, RuntimeError, "must have the same length"),
+        (page, staging, 3, RuntimeError, "whole pages"),
+        (ids(w, [1, 2, 3, 4], False), staging, PAGE, kvraw.BoundsError, "start at a multiple of 4"),
+        (outside, staging, PAGE, kvraw.BoundsError, r"dst_indices\[0\] is 24, .* must be in \[0, 21\)"),
+        (page, w.put(w.kinds[0], bytes_of(PAGE, LAYERS, 20)), PAGE, RuntimeError, "divisible by 8"),
+        (page, w.put(w.kinds[0], bytes_of(PAGE, LAYERS, 64)), PAGE, kvraw.LayoutError, "must be tokens of 192 bytes"),
+    ]:
+        with pytest.raises(error, match=message):
+            sglang.transfer_hicache_all_layer_mla_staged_lf_pf(table, at, to, through, theirs, page_size=size)
+    if w.stream is not None:
+        with pytest.raises(kvraw.PlacementError, match="staging holds 0 tokens in whole pages"):
+            sglang.transfer_hicache_all_layer_mla_staged_lf_pf(table, at, other, small, theirs, page_size=PAGE)
+        with pytest.raises(RuntimeError, match="must be a CPU tensor"):
+            sglang.transfer_hicache_all_layer_mla_staged_lf_pf(table, at, at, staging, theirs, page_size=PAGE)
+    same(w, [(mine, flat), (theirs, pool)])
 
 
 @pytest.mark.parametrize("way", WAYS)

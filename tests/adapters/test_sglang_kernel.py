@@ -114,9 +114,9 @@ class Case:
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What an earlier test's kernels found is not raised here."""
     tensors.errors_of[0].clear()
-    sglang_kernel._ready.cache_clear()
+    sglang_kernel._known.clear()
     yield
-    sglang_kernel._ready.cache_clear()
+    sglang_kernel._known.clear()
 
 
 @pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -251,6 +251,33 @@ def test_a_known_table_is_not_asked_again(fake: object, monkeypatch: pytest.Monk
     del table
     gc.collect()
     assert len(tensors._tables) < known
+
+
+def test_a_table_made_in_inference_mode(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing tells when such a table is changed: its alignment is not learnt."""
+
+    class Untold(Tensor):
+        @property
+        def _version(self) -> int:
+            raise RuntimeError("Inference tensors do not track version counter.")
+
+        @_version.setter
+        def _version(self, value: int) -> None: ...
+
+    w = TorchLike(0).install(monkeypatch)
+    case = Case(w, BY_NAME["transfer_kv_all_layer"], w.kinds)
+    table = w.table
+
+    def untold(kind: str, layers: list[Tensor]) -> Tensor:
+        t = table(kind, layers)
+        return Untold(t.base, 0, t.shape, t.stride(), "uint64")
+
+    monkeypatch.setattr(w, "table", untold)
+    before = fake.calls["memcpy_async"]  # type: ignore[attr-defined]
+    for _ in range(2):
+        case.call(SRC, DST)
+    assert fake.calls["memcpy_async"] - before == 2 * 6  # type: ignore[attr-defined]  # the test's own
+    case.expect(SRC, DST)
 
 
 def test_tables_on_the_host_with_a_gpu(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:

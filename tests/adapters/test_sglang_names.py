@@ -15,6 +15,7 @@ ONE = "src dst src_indices dst_indices"
 TAIL = "block_quota=2 num_warps_per_block=32"
 LATER = "block_quota=None num_warps_per_block=32"
 HICACHE = "* element_dim=None unroll=None block_quota=None"
+STAGED = "element_size=None unroll=None block_quota=None"
 WANT = {
     "is_hip": "",
     "transfer_kv_per_layer": f"{KV} item_size {TAIL}",
@@ -46,6 +47,14 @@ WANT = {
         "k_ptr_dst v_ptr_dst indices_dst k_ptr_src v_ptr_src indices_src * kv_cache_src_stride_bytes "
         "kv_cache_dst_stride_bytes element_size=None unroll=None block_quota=None"
     ),
+    "transfer_hicache_all_layer_staged_lf_pf": (
+        f"k_ptr_src v_ptr_src src_indices dst_indices staging_k staging_v dst_k dst_v * page_size {STAGED}"
+    ),
+    "transfer_hicache_all_layer_mla_staged_lf_pf": (
+        f"ptr_src src_indices dst_indices staging dst * page_size {STAGED}"
+    ),
+    "can_use_hicache_jit_kernel": "* element_size unroll=None block_quota=None",
+    "can_use_write_back_jit_kernel": "* element_size unroll=None block_quota=None",
     "transfer_hicache_all_layer_mla": (
         "ptr_dst indices_dst ptr_src indices_src * cache_src_stride_bytes cache_dst_stride_bytes element_size=None "
         "unroll=None block_quota=None"
@@ -70,6 +79,11 @@ def test_signature(name: str) -> None:
 
 def test_no_name_is_missing_or_unknown() -> None:
     assert sorted(sglang.__all__) == sorted(WANT)
+
+
+def test_the_rows_that_the_later_operations_take() -> None:
+    for ask in (sglang.can_use_hicache_jit_kernel, sglang.can_use_write_back_jit_kernel):
+        assert [n for n in (-8, 0, 8, 20, 100, 576, 1024) if ask(element_size=n)] == [8, 576, 1024]
 
 
 def test_vllm() -> None:

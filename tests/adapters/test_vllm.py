@@ -79,6 +79,52 @@ def test_batch_checks(w: TorchLike) -> None:
         vllm.swap_blocks_batch(one, one, w.put("host", np.zeros(1, np.int32)))
 
 
+def test_entries_of_no_bytes(w: TorchLike) -> None:
+    (a, src), (b, dst) = sides(w, ("device", "pinned"), 64)
+    at = [0, src.data_ptr(), 0, src.data_ptr() + 128]  # type: ignore[attr-defined]
+    to = [0, dst.data_ptr() + 64, 0, dst.data_ptr()]  # type: ignore[attr-defined]
+    for sizes in ([0, 64, 0, 64], [0, 0, 0, 0]):
+        vllm.swap_blocks_batch(*(w.put("host", np.array(x, np.int64)) for x in (at, to, sizes)))
+    b[[1, 0]] = a[[0, 2]]
+    np.testing.assert_array_equal(w.take(dst), b)  # type: ignore[arg-type]
+
+
+def scattered(w: TorchLike, sizes: list[int]) -> list[object]:
+    """Entries of different sizes, 256 bytes apart, the first two after each other."""
+    src, dst = w.empty("device", (len(sizes), 256)), w.empty("pinned", (len(sizes), 256))
+    given = []
+    for t in (src, dst):
+        at = [t.data_ptr() + 256 * k for k in range(len(sizes))]
+        at[0] = at[1] - sizes[0]
+        given.append(w.put("host", np.array(at)))
+    w.kept = src, dst  # type: ignore[attr-defined]
+    return [*given, w.put("host", np.array(sizes))]
+
+
+@pytest.mark.parametrize(("most", "calls"), [("", 1), ("0", 1), ("4", 3), ("1", 9), ("100", 1)])
+def test_the_most_descriptors_of_a_call(fake: object, monkeypatch: pytest.MonkeyPatch, most: str, calls: int) -> None:
+    w = TorchLike(0).install(monkeypatch)
+    given = scattered(w, list(range(1, 11)))
+    monkeypatch.setenv("VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS", most)
+    before = fake.calls["memcpy_batch_async"]  # type: ignore[attr-defined]
+    vllm.swap_blocks_batch(*given)
+    assert fake.calls["memcpy_batch_async"] == before + calls  # type: ignore[attr-defined]
+    monkeypatch.setenv("VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS", "all")
+    with pytest.raises(ValueError, match="VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS='all' must be a number"):
+        vllm.swap_blocks_batch(*given)
+
+
+@pytest.mark.parametrize("most", ["", "3"])
+def test_the_entry_that_the_driver_refused(fake: object, monkeypatch: pytest.MonkeyPatch, most: str) -> None:
+    """Counted as the caller counts: entries of no bytes, and neighbours that went as one, included."""
+    w = TorchLike(0).install(monkeypatch)
+    sizes = [16, 8, 0, 24, 40, 0, 56, 72, 300]  # the last goes over the end of its memory
+    monkeypatch.setenv("VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS", most)
+    with pytest.raises(kvraw.DriverError, match="failed at descriptor 8") as caught:
+        vllm.swap_blocks_batch(*scattered(w, sizes))
+    assert caught.value.index == 8
+
+
 def test_small_blocks_take_the_kernel_and_large_ones_the_copy_engine(
     fake: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -234,3 +236,70 @@ def test_checks() -> None:
     s.pool.close()
     with pytest.raises(kvraw.ClosedError):
         s.pool.backup(s.cache, [0], [slots[0]])
+
+
+def test_close_waits_for_a_call_that_has_not_enqueued_yet(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is there until what the call enqueues is over."""
+    w = TorchLike(0)
+    s = Setting(w, "page_first")
+    slots, before = s.pool.alloc(4), s.host()
+    begun, go_on = threading.Event(), threading.Event()
+    index = s.pool._index
+
+    def slowly(*args: object) -> object:
+        begun.set()
+        assert go_on.wait(10)
+        return index(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(s.pool, "_index", slowly)
+    copying = threading.Thread(target=s.pool.backup, args=(s.cache, slots_of([3]), slots), kwargs={"stream": w.stream})
+    copying.start()
+    assert begun.wait(10)
+    closing = threading.Thread(target=s.pool.close)
+    closing.start()
+    while not s.pool._closing:
+        time.sleep(0.001)
+    with pytest.raises(kvraw.ClosedError, match="the pool is closed"):
+        s.pool.load(s.cache, slots, slots_of([3]), stream=w.stream)
+    assert closing.is_alive()
+    view = s.pool.numpy(0)  # keeps the memory readable
+    go_on.set()
+    for one in (copying, closing):
+        one.join(10)
+        assert not one.is_alive()
+    want = before[0]
+    for a, b in zip(slots_of([3]), slots, strict=True):  # type: ignore[arg-type]
+        for layer in range(LAYERS):
+            oracle.row(want, "pf", b, layer, s.page)[...] = s.cached[layer, 0, a]
+    np.testing.assert_array_equal(view.reshape(want.shape), want)
+
+
+def test_a_layer_that_fails_leaves_those_before_it_noted(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = TorchLike(0)
+    s = Setting(w, "page_first")
+    slots, calls = s.pool.alloc(4), []
+    launch = fake.launch  # type: ignore[attr-defined]
+
+    def fails(*args: object) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise kvraw.DriverError("CUDA_ERROR_LAUNCH_FAILED", 719, "cuLaunchKernel")
+        launch(*args)
+
+    monkeypatch.setattr(fake, "launch", fails)
+    with pytest.raises(kvraw.DriverError):
+        s.pool.load_layers(s.cache, slots, slots_of([3]), stream=w.stream)
+    assert len(s.pool._pool._busy) == 1
+    s.pool.close()
+
+
+def test_nothing_to_load(w: TorchLike) -> None:
+    s = Setting(w, "page_first")
+    none = np.zeros(0, np.int64)
+    loading = s.pool.load_layers(s.cache, none, none, stream=w.stream)
+    loading.wait()
+    assert loading.done(LAYERS - 1)
+    s.pool.backup(s.cache, none, none, stream=w.stream).wait()
+    s.pool.close()
+    with pytest.raises(kvraw.ClosedError):
+        s.pool.load_layers(s.cache, none, none, stream=w.stream)

@@ -8,12 +8,13 @@ at its n-th use.
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class _Block:
     nbytes: int
     device_address: int
     maps: tuple[mmap.mmap, ...] = ()
+    number: int = field(default_factory=itertools.count(1).__next__)
 
 
 def _address(memory: mmap.mmap) -> int:
@@ -154,12 +156,9 @@ class FakeDriver(FakeStreams):
     def primary_active(self, device: int) -> bool:
         return 0x100 + device in self._contexts
 
-    def context_current(self) -> int:
-        stack = self._stack()
-        return stack[-1] if stack else 0
-
     def context_device(self) -> int:
-        return self._here("context_device")
+        stack = self._stack()
+        return self._contexts[stack[-1]] if stack else -1
 
     def context_push(self, context: int) -> None:
         self._need(self._contexts, context, "context_push")
@@ -244,6 +243,10 @@ class FakeDriver(FakeStreams):
             return PointerInfo("device", b.device, address, b.address, b.nbytes)
         offset = address - b.address if b.address <= address < b.address + b.nbytes else address - b.device_address
         return PointerInfo("host", b.device, b.device_address + offset, b.address, b.nbytes)
+
+    def pointer_number(self, address: int) -> int:
+        b = self._find(address)
+        return 0 if b is None else b.number
 
     # copies
 

@@ -90,6 +90,59 @@ def test_direct(kinds: tuple[str, str]) -> None:
         assert torch.equal(dst.cpu()[:, writes], want[:, writes])
 
 
+def test_direct_pages_in_a_loop_of_layers() -> None:
+    """As a hierarchical cache calls them: lists that live long, and single layers."""
+    page, many = 16, 12
+    flat = [torch.randint(0, 256, (TOKENS, ROW), dtype=torch.uint8, device="cuda") for _ in range(2 * many)]
+    pool = [torch.zeros(TOKENS // page, many, page, ROW, dtype=torch.uint8).pin_memory() for _ in "kv"]
+    for k in range(4):
+        if k == 2:
+            flat[3].data = torch.randint_like(flat[3], 256)
+        starts = [torch.randperm(TOKENS // page)[:5] * page for _ in "ab"]
+        reads, writes = ((s[:, None] + torch.arange(page)).flatten() for s in starts)
+        sglang.transfer_kv_all_layer_direct_lf_pf(flat, pool, reads, writes, page)
+        back = [torch.zeros_like(t) for t in flat]
+        for layer in range(many):
+            to = [back[layer], back[many + layer]]
+            sglang.transfer_kv_per_layer_direct_pf_lf(pool, to, writes, reads, layer, page)
+        torch.cuda.synchronize()
+        at = reads.cuda()
+        for was, now in zip(flat, back, strict=True):
+            assert torch.equal(now[at], was[at])
+
+
+@pytest.mark.parametrize("room", [16, 40, 256])
+def test_staged_write_back(room: int) -> None:
+    page = 16
+    src_k, src_v = pools("cuda", "cuda")
+    dst = [torch.zeros(TOKENS, LAYERS, ROW, dtype=torch.uint8).pin_memory() for _ in "kv"]
+    staging = [torch.zeros(room, LAYERS, ROW, dtype=torch.uint8, device="cuda") for _ in "kv"]
+    starts = [torch.randperm(TOKENS // page)[:7] * page for _ in "ab"]
+    reads, writes = ((s[:, None] + torch.arange(page)).flatten() for s in starts)
+    args = [table(src_k), table(src_v), reads.cuda(), writes, *staging, *dst]
+    for stream in (torch.cuda.Stream(), torch.cuda.current_stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            sglang.transfer_hicache_all_layer_staged_lf_pf(*args, page_size=page)
+        torch.cuda.synchronize()
+        for was, now in zip((src_k, src_v), dst, strict=True):
+            assert torch.equal(now[writes], was.cpu()[:, reads].transpose(0, 1))
+            now.zero_()
+
+
+def test_in_inference_mode() -> None:
+    """Tensors made there do not tell when they are changed."""
+    with torch.inference_mode():
+        src, dst = pools("cuda", "pinned")
+        ids, tables = indices(64), [table(src), table(dst)]
+        for _ in range(3):
+            dst.zero_()
+            sglang.transfer_kv_all_layer_mla(*tables, *ids, ROW, LAYERS)
+            sglang.transfer_kv_direct(list(src), list(dst), *(i.cpu() for i in ids), 1)
+            torch.cuda.synchronize()
+            assert torch.equal(dst[:, ids[1].cpu()], src.cpu()[:, ids[0].cpu()])
+
+
 def test_a_bad_index_and_pageable_memory() -> None:
     src, dst, host = pools("cuda", "pinned", "host")
     bad = torch.tensor([3, TOKENS], device="cuda")
@@ -113,3 +166,29 @@ def test_swaps(kinds: tuple[str, str]) -> None:
     want[[0, 2]] = src.cpu()[[1, 3]]
     torch.cuda.synchronize()
     assert torch.equal(dst.cpu(), want)
+
+
+@pytest.mark.parametrize("most", ["", "7"])
+@pytest.mark.parametrize("sizes", ["one", "three", "many", "large"])
+@pytest.mark.parametrize("kinds", [("cuda", "pinned"), ("pinned", "cuda")])
+def test_swaps_of_many_blocks(kinds: tuple[str, str], sizes: str, most: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS", most)
+    count, block = 50, 256 << 10 if sizes == "large" else 4096
+    src, dst = (torch.randint(0, 256, (count, block), dtype=torch.uint8) for _ in "ab")
+    src, dst = (t.cuda() if k == "cuda" else t.pin_memory() for t, k in zip((src, dst), kinds, strict=True))
+    length = torch.full((count,), block)
+    if sizes == "three":
+        length = torch.arange(count) % 3 * 1024
+    elif sizes == "many":
+        length = torch.arange(count) * 16
+    reads, writes = torch.randperm(count), torch.randperm(count)
+    want = dst.cpu().clone()
+    for x, y, n in zip(reads.tolist(), writes.tolist(), length.tolist(), strict=True):
+        want[y, :n] = src[x, :n].cpu()
+    given = src.data_ptr() + reads * block, dst.data_ptr() + writes * block, length
+    for stream in (torch.cuda.Stream(), torch.cuda.current_stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            vllm.swap_blocks_batch(*given)
+        torch.cuda.synchronize()
+        assert torch.equal(dst.cpu(), want)

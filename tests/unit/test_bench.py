@@ -28,7 +28,10 @@ KEYS: dict[str, set[str]] = {
     "bytes": {"run_bytes", "bytes", "direction", "engine", "chosen", "microseconds", "predicted_microseconds"},
     "both": {"run_bytes", "engine", "bytes", "gb_per_s", "ratio"},
     "device": {"run_bytes", "shape", "direction", "bytes", "gb_per_s", "ratio"},
-    "host": {"engine", "direction", "chunks", "blocks", "layers", "bytes", "first_microseconds", "microseconds"},
+    "host": {
+        *("engine", "direction", "chunks", "blocks", "layers", "bytes", "first_microseconds", "microseconds"),
+        "in_a_row_microseconds",
+    },
     "latency": {"engine", "direction", "chosen", "bytes", "runs", "microseconds"},
     "checks": {"ids", "direction", "run_bytes", "bytes", *CHECKS},
     "driver": {"call", "microseconds"},

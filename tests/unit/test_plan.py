@@ -134,7 +134,7 @@ def test_launch_shape_covers_and_stays_within(segments: int, most: int) -> None:
 def test_arrangement_never_overlaps_and_fits(lengths: list[int]) -> None:
     arrangement = _Arrangement(tuple(lengths))  # type: ignore[arg-type]
     for inline in (True, False):
-        taken = [(p.at, p.at + lengths[p.side + 2 * p.index]) for p in arrangement.pieces if p.inline is inline]
+        taken = [(p.at, p.at + lengths[p.side + 2 * p.is_index]) for p in arrangement.pieces if p.inline is inline]
         taken = sorted(t for t in taken if t[0] != t[1])
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
         if inline:

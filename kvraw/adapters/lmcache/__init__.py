@@ -34,6 +34,7 @@ from kvraw.adapters.lmcache._memory import free_pinned_numa_ptr as free_pinned_n
 from kvraw.adapters.lmcache._memory import free_pinned_ptr as free_pinned_ptr
 from kvraw.adapters.lmcache._memory import free_shm_pinned_ptr as free_shm_pinned_ptr
 from kvraw.adapters.lmcache._memory import get_gpu_pci_bus_id as get_gpu_pci_bus_id
+from kvraw.adapters.lmcache._phases import pop_completed_phase_timings as pop_completed_phase_timings
 from kvraw.adapters.lmcache._recorders import drain_recorded_completions as drain_recorded_completions
 from kvraw.adapters.lmcache._recorders import drain_recorded_events as drain_recorded_events
 from kvraw.adapters.lmcache._recorders import record_completion_on_stream as record_completion_on_stream

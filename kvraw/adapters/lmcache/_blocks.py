@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvraw import config
+from kvraw.adapters.lmcache._launch import Copies
+from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, pageable
-from kvraw.adapters.lmcache._paged import Counts, Paged, Part, from_pointers, from_tensors, host_table, is_tensor
+from kvraw.adapters.lmcache._paged import (
+    Counts,
+    Paged,
+    Part,
+    from_pointers,
+    from_tensors,
+    host_table,
+    is_tensor,
+)
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of
-from kvraw.arrays import I64, IndexVector, index_vector, is_pointer, tensor_view
+from kvraw.arrays import ASK_DRIVER, I64, U64, IndexVector, index_vector, is_pointer, tensor_view
 from kvraw.cache import PagedCache, require_host
-from kvraw.errors import LayoutError, PlacementError
+from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import Side
 from kvraw.prepared import Reached
-from kvraw.runtime.memory import locate_all
-from kvraw.transfer_plan import TransferPlan
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import locate, locate_all
+from kvraw.transfer_plan import Direction, TransferPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ids_of", "move_blocks", "multi_layer_block_kv_transfer", "object_side", "paged_of"]
+__all__ = ["blocks_of", "ids_of", "multi_layer_block_kv_transfer", "object_side", "paged_of"]
 
 _HALF_KNOWN = 2  # bytes of an element, where nothing tells
 
@@ -59,19 +74,46 @@ def paged_of(paged: Any, shape_desc: Any, number: int, device: int | None, objec
     return from_pointers(number, addresses, c, int(d.kv_size), device)
 
 
-def ids_of(name: str, ids: Any, device: int | None, most: int | None = None) -> IndexVector:
-    """Ids as an index: what lies on another device than the cache is brought over."""
-    if is_tensor(ids):
-        if ids.device.type != "cpu" and device is None:
-            ids = ids.cpu()
-        if ids.device.type != "cpu" and str(ids.dtype) not in ("torch.int64", "torch.int32"):
-            ids = ids.long()
+_widths: dict[Any, int] = {}  # bytes of an id that kernels read, by dtype; 0: they do not read it
+
+
+def _width(dtype: Any) -> int:
+    found = _widths[dtype] = {"torch.int64": 8, "torch.int32": 4}.get(str(dtype), 0)
+    return found
+
+
+def ids_of(name: str, ids: Any, device: int | None, most: int | None = None, keep: object = None) -> IndexVector:
+    """Ids as an index of at most `most` values, on the device or the host, that keeps `keep` alive as well."""
+    if device is not None and hasattr(ids, "data_ptr") and ids.device.type != "cpu":
+        width = _widths.get(ids.dtype) or _width(ids.dtype)
+        if not width:
+            ids, width = ids.long(), 8
+        shape = ids.shape
+        if len(shape) != 1:
+            raise BoundsError(f"{name} has {len(shape)} axes, must have 1")
         if not ids.is_contiguous():
             ids = ids.contiguous()
+        count, where = shape[0], ids.device.index
+        if most is not None and count > most:
+            count = most
+        return IndexVector(None, ids.data_ptr(), count, width, ASK_DRIVER if where is None else where, (ids, keep))
+    if type(ids) is list and ids:
+        try:
+            found = np.frombuffer(array("q", ids), np.int64)[:most]  # of the ways to take integers in, the fastest
+            return IndexVector(found, 0, len(found), 8, None, keep)
+        except (TypeError, OverflowError):  # said better below
+            pass
+    if is_tensor(ids):
+        values = (ids if ids.device.type == "cpu" else ids.cpu()).numpy()
+        if values.dtype == np.int64 and values.ndim == 1 and values.flags.c_contiguous:
+            values = values[:most]
+            return IndexVector(values, 0, len(values), 8, None, keep)
+        ids = values
     index = index_vector(name, ids)
-    if most is not None and index.count > most:
-        index = index._replace(host=None if index.host is None else index.host[:most], count=most)
-    return index
+    if index.host is None:  # a device vector of another library
+        return index._replace(count=index.count if most is None else min(index.count, most), owner=(ids, keep))
+    host = index.host[:most]
+    return IndexVector(host, 0, len(host), 8, None, keep)
 
 
 def object_side(part: Part, layers: int, tokens: int) -> Side:
@@ -90,96 +132,179 @@ def object_side(part: Part, layers: int, tokens: int) -> Side:
     )
 
 
-def reach(objects: Sequence[Any], nbytes: int, device: int | None) -> Reached:
+def reach(objects: Sequence[int], nbytes: int, device: int | None) -> Reached:
     """Look objects up: what the device calls them, and where registrations end inside them."""
-    host = np.array([o if is_pointer(o) else tensor_view(o).address for o in objects], np.uint64)
+    host = np.array(objects, np.uint64)
     if device is None:
         require_host("objects", host, 1)
         return Reached(host, host, False)
-    found = locate_all(host, nbytes)
+    with DeviceScope(device):
+        if len(objects) <= _FEW:
+            return _reach_few(objects, host, nbytes)
+        found = locate_all(host, nbytes)
     if found.pageable:
         at = int(np.argmin(found.seen != 0))
         raise PlacementError(f"object {at} at {int(host[at]):#x} is pageable host memory")
     return Reached(host, found.seen, found.link, found.edges)
 
 
-def _in_one(paged: Paged, to_host: bool, tokens: int) -> Callable[[Sequence[Any], IndexVector, int, int | None], Any]:
-    """The transfer of a cache that one layout describes, by whichever engine is fastest."""
+def _reach_few(objects: Sequence[int], host: U64, nbytes: int) -> Reached:
+    """The same for a few, for whom what `locate_all` does for many at once is dear."""
+    begin = end = shift = 0
+    link = here = False
+    shifts: list[int] = []
+    edges: tuple[int, ...] = ()
+    for at, address in enumerate(objects):
+        if not begin <= address <= end - nbytes:  # not in the allocation of the one before
+            info = driver().pointer_info(address)
+            here = info is not None and info.kind == "host"
+            if info is not None and info.base <= address <= info.base + info.size - nbytes * here:
+                begin, end = info.base, info.base + info.size
+                shift = info.device_address - address if here else 0
+            else:  # over the end of a registration, or pageable
+                found = locate(address, nbytes)
+                if not found.device_address:
+                    raise PlacementError(f"object {at} at {address:#x} is pageable host memory")
+                begin = end = 0
+                here, shift, edges = found.device is None, found.device_address - address, edges + found.edges
+        link = link or here
+        shifts.append(shift)
+    seen = host if not any(shifts) else np.array([a + s for a, s in zip(objects, shifts, strict=True)], np.uint64)
+    return Reached(host, seen, link, edges)
 
-    def make() -> TransferPlan:
-        cache = PagedCache(paged.parts[0].layout, paged.reached()[0].host, paged.device)
-        return TransferPlan(cache, "store" if to_host else "load", chunk_tokens=tokens, distinct=False)
 
-    plan = paged.ready(("blocks", to_host, tokens), make)
-    return lambda objects, ids, skip, stream: plan(objects, ids, skip=skip, stream=stream)
+_FEW = 16
+_ROWS = 256  # rows of objects of which it is known where they lie
+_ASK = object()
 
 
-def _in_parts(paged: Paged, to_host: bool, tokens: int) -> Callable[[Sequence[Any], IndexVector, int, int | None], Any]:
-    """The transfer of a cache that takes several layouts."""
-    g = paged.geometry
-    copies = paged.copies("block", to_host, lambda part: object_side(part, g.layers, tokens), tokens)
+class Blocks:
+    """What all transfers of one cache share that go one way, with objects of one size.
 
-    def run(objects: Sequence[Any], ids: IndexVector, skip: int, stream: int | None) -> Any:
-        flat = reach(objects, g.layers * g.planes * tokens * paged.row, paged.device)
-        last = None
-        for copy, part, table in zip(copies, paged.parts, paged.reached(), strict=True):
-            at = np.uint64(part.at)
-            bases = Reached(flat.host + at, flat.seen + at, flat.link, flat.edges)
-            count = max(ids.count - skip, 0)
-            if to_host:
-                last = copy(table, bases, count, src_index=ids, first=skip, stream=stream, refs=objects)
+    Attributes
+    ----------
+    per_object, nbytes : int
+        Blocks and bytes of an object.
+    """
+
+    def __init__(self, paged: Paged, to_host: bool, tokens: int) -> None:
+        g = paged.geometry
+        self.paged, self.to_host, self._tokens = paged, to_host, tokens
+        self.per_object, self.nbytes = tokens // g.block_size, g.layers * g.planes * tokens * paged.row
+        self._open = config.ENGINE.get() in ("auto", "kernel")
+        self._plan: TransferPlan | None = None
+        self._rows: dict[tuple[int, ...], Any] = {}
+        if paged.whole:
+            cache = PagedCache(paged.parts[0].layout, paged.reached()[0].host, paged.device)
+            way: Direction = "store" if to_host else "load"
+            self._plan = TransferPlan(cache, way, chunk_tokens=tokens, distinct=False)
+
+    @cached_property
+    def _copies(self) -> Copies:
+        layers, tokens = self.paged.geometry.layers, self._tokens
+        return self.paged.copies("block", self.to_host, lambda part: object_side(part, layers, tokens), tokens)
+
+    def _places(self, objects: Sequence[Any]) -> tuple[list[int], bool]:
+        """Addresses of objects, and whether all are tensors on the cache's device."""
+        places, there, nbytes, here = [], 0, self.nbytes, self.paged.device
+        for at, one in enumerate(objects):
+            if type(one) is int:
+                places.append(one)
+                continue
+            try:
+                size, dense, address = one.numel() * one.element_size(), one.is_contiguous(), one.data_ptr()
+                place = one.device
+                there += place.index == here and place.type == "cuda"
+            except AttributeError:
+                if is_pointer(one):
+                    places.append(int(one))
+                    continue
+                view = tensor_view(one)
+                size, dense, address = view.nbytes, view.contiguous, view.address
+            if size != nbytes:
+                raise ArgumentError(f"object {at} has {size} bytes, must have {nbytes}")
+            if not dense:
+                raise LayoutError(f"object {at} of shape {tuple(one.shape)} must have no gaps")
+            places.append(address)
+        return places, there == len(places)
+
+    def _on_device(self, places: list[int], known: bool) -> Reached | None:
+        """Objects ready for the device's kernel, where they are known to lie on it.
+
+        Staging buffers come again, and are asked about once; memory out of a pool does not, and is not asked about.
+        """
+        key = tuple(places)
+        found = self._rows.get(key)
+        if found is None or found is _ASK:
+            if len(self._rows) >= _ROWS:
+                self._rows.clear()
+            row = np.array(places, np.uint64)
+            if known:
+                found = Reached(row, row, False)
+            elif found is None:
+                found = _ASK
             else:
-                last = copy(bases, table, count, dst_index=ids, first=skip, stream=stream, refs=objects)
-            if paged.device is not None and ids.host is None:
-                watch(paged.device, last)
-        return last
+                assert self.paged.device is not None
+                with DeviceScope(self.paged.device):
+                    found = Reached(row, row, False) if (locate_all(row).devices == self.paged.device).all() else False
+            self._rows[key] = found
+        return found if type(found) is Reached else None
 
-    return run
+    def _copy(self, places: list[int], known: bool, ids: IndexVector, skip: int, stream: int | None) -> Any:
+        device = self.paged.device
+        row = self._on_device(places, known) if device is not None and self._open else None
+        # With ids that only the device sees it is the kernel that copies.
+        if row is None and (self._plan is None or (device is not None and self._open and ids.host is None)):
+            row = reach(places, self.nbytes, device)
+        if row is not None or self._plan is None:
+            assert row is not None
+            return self._copies.run(row, ids, skip, ids.count - skip, stream)
+        done = self._plan(places, ids, skip=skip, stream=stream)
+        if device is not None and ids.host is None:
+            watch(device, done)
+        return done
 
+    def move(self, objects: Sequence[Any], ids: IndexVector, skip: int) -> None:
+        """Move blocks on the caller's stream; pageable objects are filled on return."""
+        device = self.paged.device
+        stream = None if device is None else current_stream(device)
+        if device is not None and stream is not None:
+            raise_seen(device, stream)
+        if ids.count <= skip or not len(objects):
+            return
+        places, known = self._places(objects)
+        try:
+            self._copy(places, known, ids, skip, stream)
+        except PlacementError:
+            if device is None:
+                raise
+            with DeviceScope(device):
+                bad = [at for at, address in enumerate(places) if pageable(address, self.nbytes)]
+            if not bad:
+                raise
+            self._by_way_of_pinned(places, bad, ids, skip, stream)
 
-def _object(at: int, value: Any, nbytes: int) -> Any:
-    """An object: an address, or a tensor of the right size."""
-    if is_pointer(value):
-        return int(value)
-    view = tensor_view(value)
-    if view.nbytes != nbytes:
-        raise ArgumentError(f"object {at} has {view.nbytes} bytes, must have {nbytes}")
-    if not view.contiguous:
-        raise LayoutError(f"object {at} has shape {view.shape}, strides {view.strides} bytes; must have no gaps")
-    return view
-
-
-def move_blocks(paged: Paged, objects: Sequence[Any], ids: IndexVector, to_host: bool, tokens: int, skip: int) -> None:
-    """Move blocks between a paged cache and objects, on the caller's stream; pageable objects are filled on return."""
-    stream = None if paged.device is None else current_stream(paged.device)
-    if paged.device is not None and stream is not None:
-        raise_seen(paged.device, stream)
-    if ids.count <= skip or not len(objects):
-        return
-    g = paged.geometry
-    nbytes = g.layers * g.planes * tokens * paged.row
-    objects = [_object(at, o, nbytes) for at, o in enumerate(objects)]
-    run = (_in_one if paged.whole else _in_parts)(paged, to_host, tokens)
-    try:
-        done = run(objects, ids, skip, stream)
-    except PlacementError:
-        if paged.device is None:
-            raise
-        where = [(o, nbytes) if is_pointer(o) else (o.address, nbytes) for o in objects]
-        bad = [at for at, (a, n) in enumerate(where) if pageable(a, n)]
-        if not bad:
-            raise
+    def _by_way_of_pinned(
+        self, places: list[int], bad: list[int], ids: IndexVector, skip: int, stream: int | None
+    ) -> None:
+        assert self.paged.device is not None
         # Rows that are left out keep what they hold, so the buffers hold it as well.
-        partial = skip > 0 or ids.count < len(objects) * (tokens // g.block_size)
-        stand_ins = StandIns([where[at] for at in bad], paged.device, fill=partial or not to_host)
-        for at, view in zip(bad, stand_ins.views(), strict=True):
-            objects[at] = view
-        done = run(objects, ids, skip, stream)
-        if to_host:
+        partial = skip > 0 or ids.count < len(places) * self.per_object
+        stand_ins = StandIns(
+            [(places[at], self.nbytes) for at in bad], self.paged.device, fill=partial or not self.to_host
+        )
+        places = list(places)
+        for at, address in zip(bad, stand_ins.addresses, strict=True):
+            places[at] = address
+        done = self._copy(places, False, ids._replace(owner=(ids.owner, stand_ins)), skip, stream)
+        if self.to_host:
             done.wait()
             stand_ins.copy_back()
-    if paged.device is not None and ids.host is None and paged.whole:
-        watch(paged.device, done)
+
+
+def blocks_of(paged: Paged, to_host: bool, tokens: int) -> Blocks:
+    """The transfers of a cache that go one way, with objects of this many tokens."""
+    return paged.ready(("blocks", to_host, tokens), lambda: Blocks(paged, to_host, tokens))
 
 
 def multi_layer_block_kv_transfer(
@@ -216,15 +341,24 @@ def multi_layer_block_kv_transfer(
         What was passed does not fit together.
     """
     to_host, number = direction_of(direction), format_of(engine_kv_format)
-    tokens, bs = int(lmcache_chunk_size), int(shape_desc.bs)
-    if tokens <= 0 or bs <= 0 or tokens % bs:
-        raise ArgumentError(f"lmcache_chunk_size is {tokens}, must be a positive multiple of the block size {bs}")
-    if isinstance(lmcache_objects_ptrs, (str, bytes)) or is_tensor(lmcache_objects_ptrs):
+    where, d, tokens = device_index(device), shape_desc, int(lmcache_chunk_size)
+    if isinstance(lmcache_objects_ptrs, (str, bytes)) or hasattr(lmcache_objects_ptrs, "data_ptr"):
         raise TypeError("lmcache_objects_ptrs must be a list of addresses or tensors")
-    where = device_index(device)
-    paged = paged_of(paged_buffer_ptrs_tensor, shape_desc, number, where, lmcache_objects_ptrs)
-    ids = ids_of("block_ids", block_ids, where, len(lmcache_objects_ptrs) * (tokens // bs))
-    move_blocks(paged, lmcache_objects_ptrs, ids, to_host, tokens, max(int(skip_prefix_n_blocks), 0))
+
+    def make() -> Blocks:
+        bs = int(d.bs)
+        if tokens <= 0 or bs <= 0 or tokens % bs:
+            raise ArgumentError(f"lmcache_chunk_size is {tokens}, must be a positive multiple of the block size {bs}")
+        return blocks_of(paged_of(paged_buffer_ptrs_tensor, d, number, where, lmcache_objects_ptrs), to_host, tokens)
+
+    if d.element_size > 0:
+        counts = d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size, getattr(d, "block_stride_elems", 0)
+        blocks = remembered(paged_buffer_ptrs_tensor, ("blocks", to_host, number, where, tokens, counts), make)
+    else:
+        blocks = make()
+    most = len(lmcache_objects_ptrs) * blocks.per_object
+    ids = ids_of("block_ids", block_ids, where, most, lmcache_objects_ptrs)
+    blocks.move(lmcache_objects_ptrs, ids, max(int(skip_prefix_n_blocks), 0))
 
 
 def host_ids(address: int, count: int) -> I64:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["batched_memcpy", "check_alignment", "check_range", "enqueue_split", "lmcache_memcpy_async"]
+
+
+_FEW, _LARGE = 4, 1 << 20  # copies, and bytes, below which it takes longer to hand them over than to make them
 
 
 def check_alignment(alignment: Any) -> int:
@@ -56,8 +60,12 @@ def enqueue_split(dest: int, src: int, nbytes: int, offset: int, alignment: int,
 
 def copy_on_host(dest: int, src: int, nbytes: int) -> None:
     """Copy host memory now."""
-    if nbytes:
-        cpu.copy_batch(*(np.array([x], np.uint64) for x in (dest, src, nbytes)))
+    if nbytes < 8 * _LARGE or abs(dest - src) < nbytes:
+        ctypes.memmove(dest, src, nbytes)
+        return
+    starts = np.arange(0, nbytes, _LARGE).astype(np.uint64)  # pieces, for several threads
+    sizes = np.minimum(np.uint64(_LARGE), np.uint64(nbytes) - starts)
+    cpu.copy_batch(starts + np.uint64(dest), starts + np.uint64(src), sizes)
 
 
 def lmcache_memcpy_async(
@@ -79,45 +87,65 @@ def lmcache_memcpy_async(
         the next begin: no single copy spans such an end.
     """
     alignment = check_alignment(host_buffer_alignments)
-    direction_of(direction)
-    ends: list[int] = []
-    given: tuple[tuple[str, Any], ...] = (("dest", dest), ("src", src))
-    for name, end in given:
-        if is_pointer(end):
-            ends.append(int(end))
-            continue
-        if is_pointer(dest) != is_pointer(src) or not hasattr(end, "data_ptr"):
+    to_host = direction_of(direction)
+    device: int | None = None
+    ask = True
+    if type(dest) is not int or type(src) is not int:
+        dest, src, device, ask = _ends(dest, src, nbytes)
+    check_range("dest", dest, nbytes, host_buffer_offset)
+    check_range("src", src, nbytes)
+    if not nbytes:
+        return
+    if device is None and ask:
+        # The end that ought to be on the device is asked about first: mostly it is, and the other need not be.
+        for address in (src, dest) if to_host else (dest, src):
+            device = locate(address, 1).device
+            if device is not None:
+                break
+    if device is None:
+        copy_on_host(dest, src, nbytes)
+        return
+    with DeviceScope(device):
+        stream = current_stream(device)
+        raise_seen(device, stream)
+        if host_buffer_offset % alignment + nbytes <= alignment:
+            driver().memcpy_async(dest, src, nbytes, stream)
+        else:
+            enqueue_split(dest, src, nbytes, host_buffer_offset, alignment, stream)
+
+
+def _ends(dest: Any, src: Any, nbytes: int) -> tuple[int, int, int | None, bool]:
+    """Addresses of both ends, the device of a tensor among them, and whether the driver is to be asked for it."""
+    if is_pointer(dest) and is_pointer(src):
+        return int(dest), int(src), None, True
+    device, ask = None, False
+    for name, end in (("dest", dest), ("src", src)):
+        if not hasattr(end, "data_ptr"):
             raise TypeError("dest and src must be both addresses or both tensors")
         if nbytes % end.element_size() or nbytes > end.numel() * end.element_size():
             raise ArgumentError(f"nbytes is {nbytes}, must be whole elements of {name} and within it")
         if not end.is_contiguous():
             raise ArgumentError(f"{name} must be dense")
-        ends.append(int(end.data_ptr()))
-    for name, address in zip(("dest", "src"), ends, strict=True):
-        check_range(name, address, nbytes, host_buffer_offset)
-    if not nbytes:
-        return
-    places = [locate(address, 1) for address in ends]
-    device = next((p.device for p in places if p.device is not None), None)
-    if device is None:
-        copy_on_host(ends[0], ends[1], nbytes)
-        return
-    with DeviceScope(device):
-        stream = current_stream(device)
-        raise_seen(device, stream)
-        enqueue_split(ends[0], ends[1], nbytes, host_buffer_offset, alignment, stream)
+        if end.device.type != "cpu":
+            device, ask = end.device.index, end.device.index is None
+    return int(dest.data_ptr()), int(src.data_ptr()), device, ask
 
 
-def _vector(name: str, values: Any) -> U64:
+def _vector(name: str, values: Any) -> tuple[U64, int]:
+    """Numbers in [0, 2**63) as a vector, and the least of them."""
     try:
-        # Of numpy's ways to take a list of integers in, the fastest.
-        found = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64, len(values))
+        if type(values) is list and values[0] is values[-1] and values.count(values[0]) == len(values):
+            vector: U64 = np.full(len(values), values[0], np.uint64)  # one number, such as the size of all pieces
+        elif isinstance(values, np.ndarray):
+            vector = np.ascontiguousarray(values, np.uint64)
+        else:
+            vector = np.fromiter(values, np.uint64, len(values))  # of numpy's ways to take a list in, the fastest
     except OverflowError:
         raise TypeError(f"{name} holds a number outside [0, 2**63)") from None
-    vector: U64 = np.ascontiguousarray(found, np.uint64)
-    if len(vector) and int(np.maximum.reduce(vector)) >> 63:  # a negative number, or no address of this process
+    least = int(np.minimum.reduce(vector.view(np.int64)))
+    if least < 0:  # a negative number, or no address of this process
         raise TypeError(f"{name} holds a number outside [0, 2**63)")
-    return vector
+    return vector, least
 
 
 def _entangled(dst: U64, src: U64, sizes: U64) -> bool:
@@ -131,16 +159,30 @@ def _entangled(dst: U64, src: U64, sizes: U64) -> bool:
     return bool(((last >= 0) & (end[np.maximum(last, 0)] > src)).any())
 
 
+def _copy_few(src_ptrs: list[int], dst_ptrs: list[int], sizes: list[int]) -> bool:
+    """Copy a few pieces; does nothing, and says so, where an argument is bad."""
+    top = 2**63
+    for src, dst, n in zip(src_ptrs, dst_ptrs, sizes, strict=True):
+        if not (0 <= n < top and 0 <= src < top and 0 <= dst < top and (not n or (src and dst))):
+            return False
+    for src, dst, n in zip(src_ptrs, dst_ptrs, sizes, strict=True):
+        ctypes.memmove(dst, src, n)
+    return True
+
+
 def batched_memcpy(src_ptrs: list[int], dst_ptrs: list[int], sizes: list[int]) -> None:
     """Copy ``sizes[i]`` bytes of host memory from ``src_ptrs[i]`` to ``dst_ptrs[i]``, as if one after the other."""
     if not len(src_ptrs) == len(dst_ptrs) == len(sizes):
         raise ValueError("batched_memcpy expects equally sized src_ptrs, dst_ptrs, and sizes")
-    src, dst, n = _vector("src_ptrs", src_ptrs), _vector("dst_ptrs", dst_ptrs), _vector("sizes", sizes)
-    if not n.all():
+    if len(sizes) <= _FEW and type(sizes) is list and sum(sizes) < _LARGE and _copy_few(src_ptrs, dst_ptrs, sizes):
+        return
+    (src, some_src), (dst, some_dst) = _vector("src_ptrs", src_ptrs), _vector("dst_ptrs", dst_ptrs)
+    n, some = _vector("sizes", sizes)
+    if not some:
         kept = n > 0
         src, dst, n = src[kept], dst[kept], n[kept]
-    if not len(n):
-        return
-    if not (src.all() and dst.all()):
+        if not len(n):
+            return
+    if not ((some_src and some_dst) or (src.all() and dst.all())):
         raise ArgumentError("src_ptrs or dst_ptrs holds a null address")
-    cpu.copy_batch(dst, src, n, in_order=len(n) > 1 and int(n.sum()) >= 1 << 20 and _entangled(dst, src, n))
+    cpu.copy_batch(dst, src, n, in_order=len(n) > 1 and int(n.sum()) >= _LARGE and _entangled(dst, src, n))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,18 +10,30 @@ import numpy as np
 
 from kvraw.adapters.lmcache._blocks import host_ids, object_side, reach
 from kvraw.adapters.lmcache._copies import check_alignment, check_range, copy_on_host, enqueue_split
-from kvraw.adapters.lmcache._paged import Counts, Paged, from_pointers
+from kvraw.adapters.lmcache._paged import Counts, from_pointers
+from kvraw.adapters.lmcache._phases import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
-from kvraw.adapters.lmcache._types import ArgumentError, BatchStep, KernelGroupSpec, direction_of, format_of
+from kvraw.adapters.lmcache._types import (
+    ArgumentError,
+    BatchStep,
+    KernelGroupSpec,
+    LaunchVar,
+    direction_of,
+    format_of,
+)
 from kvraw.arrays import U64, IndexVector
-from kvraw.engines.device_state import device_state
+from kvraw.engines.device_state import DeviceState, device_state
+from kvraw.engines.operands import Operands
 from kvraw.prepared import Copy, DeviceTable, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
+from kvraw.runtime.inflight import Operation
 from kvraw.runtime.memory import PinnedBuffer
 
 __all__ = ["execute_object_group_transfer"]
 
+_MOST, _TOP = 256, 2**64
+_NONE = np.zeros(0, np.uint64)
 _bits: dict[tuple[int, int, int], int] = {}
 
 
@@ -42,87 +54,133 @@ def _table_bits(address: int, entries: int, device: int, stream: int | None) -> 
     return _bits.get(key, 8)
 
 
+def _demanded_bits(head_bytes: int) -> int:
+    """The alignment that LMCache's own kernel takes for granted, as bits: of its accesses, 16, 4 or 2 bytes."""
+    return 0 if head_bytes % 16 == 0 else 4 if head_bytes % 4 == 0 else 2
+
+
 def _words(address: int, count: int) -> U64:
     return host_ids(address, count).view(np.uint64)
 
 
 class _Group:
-    """A kernel group made ready for its launches."""
+    """What all plans share whose kernel group has these counts, this table and these objects."""
 
-    def __init__(self, at: int, spec: KernelGroupSpec, to_host: bool, device: int | None, stream: int | None) -> None:
+    def __init__(self, at: int, spec: KernelGroupSpec, to_host: bool, device: int | None) -> None:
         d, number = spec.shape_desc, format_of(spec.engine_kv_format)
-        self.at, self.spec, self.to_host, self.device = at, spec, to_host, device
-        tokens, self.block_size = int(spec.lmcache_chunk_size), int(d.bs)
-        if tokens <= 0 or self.block_size <= 0 or tokens % self.block_size:
+        self.to_host, self.device, self.table = to_host, device, spec.paged_buffer_ptrs
+        self.objects = tuple(spec.lmcache_objects_ptrs)
+        tokens, block_size = int(spec.lmcache_chunk_size), int(d.bs)
+        if tokens <= 0 or block_size <= 0 or tokens % block_size:
             raise ArgumentError(
-                f"kernel group {at}: lmcache_chunk_size is {tokens}, must be a positive multiple of {self.block_size}"
+                f"kernel group {at}: lmcache_chunk_size is {tokens}, must be a positive multiple of {block_size}"
             )
-        if not spec.lmcache_objects_ptrs or not all(spec.lmcache_objects_ptrs):
+        if not self.objects or not all(self.objects):
             raise ArgumentError(f"kernel group {at}: lmcache_objects_ptrs is empty or holds a null address")
-        if spec.block_ids_capacity < 0 or (spec.block_ids_capacity and not spec.block_ids_base):
-            raise ArgumentError(f"kernel group {at}: block_ids_base is null")
+        if not self.table:
+            raise ArgumentError(f"kernel group {at}: paged_buffer_ptrs is null")
         c = Counts(d.nl, 0, d.nb, d.bs, d.nh, d.hs, int(d.element_size), getattr(d, "block_stride_elems", 0))
         # The layout is that of any table: its addresses are on the device, and only their number is known here.
-        shape = from_pointers(number, np.ones(2 * max(c.layers, 1), np.uint64), c, int(d.kv_size), device)
-        self.per_object, self.layers = tokens // self.block_size, shape.geometry.layers
-        self.copies = shape.copies("block", to_host, lambda part: object_side(part, self.layers, tokens), tokens)
-        self.tables = self._tables(shape, stream)
-        found = reach(spec.lmcache_objects_ptrs, 1, device)
-        self.objects = [
-            Reached(found.host + np.uint64(part.at), found.seen + np.uint64(part.at), found.link)
-            for part in shape.parts
+        self._shape = shape = from_pointers(number, np.ones(2 * max(c.layers, 1), np.uint64), c, int(d.kv_size), device)
+        if device is not None and len(shape.parts) > 1:
+            raise ArgumentError(f"kernel group {at}: the format takes several layouts, which a plan cannot hold")
+        self.per_object, layers = tokens // block_size, shape.geometry.layers
+        self.copies = shape.copies("block", to_host, lambda part: object_side(part, layers, tokens), tokens)
+        self._demanded = _demanded_bits(d.hs * int(d.element_size))
+        self._found: tuple[list[DeviceTable], list[Reached]] | None = None
+
+    def ends(self, stream: int | None) -> tuple[Sequence[DeviceTable | Reached], list[Reached]]:
+        """The tables of each part, and the objects; `stream` as for `_table_bits`."""
+        if self._found is not None:
+            return self._found
+        parts = self._shape.parts
+        row = reach(self.objects, 1, self.device)
+        objects = [
+            Reached(row.host + np.uint64(p.at), row.seen + np.uint64(p.at), row.link) if p.at else row for p in parts
         ]
-
-    def _tables(self, shape: Paged, stream: int | None) -> list[Any]:
-        entries = len(shape.addresses)
-        if not self.spec.paged_buffer_ptrs:
-            raise ArgumentError(f"kernel group {self.at}: paged_buffer_ptrs is null")
+        entries = len(self._shape.addresses)
         if self.device is None:
-            addresses = _words(self.spec.paged_buffer_ptrs, entries)
-            bases = [part.bases(addresses) for part in shape.parts]
-            return [Reached(b, b, False) for b in bases]
-        if len(shape.parts) > 1:
-            raise ArgumentError(f"kernel group {self.at}: the format takes several layouts, which a plan cannot hold")
-        bits = _table_bits(self.spec.paged_buffer_ptrs, entries, self.device, stream)
-        return [DeviceTable(self.spec.paged_buffer_ptrs, entries, bits)]
+            addresses = _words(self.table, entries)
+            return [Reached(b, b, False) for b in (p.bases(addresses) for p in parts)], objects
+        # Other addresses may come to stand in the table: no more is made of what it held than LMCache's kernel would.
+        bits = _table_bits(self.table, entries, self.device, stream) | self._demanded
+        tables = [DeviceTable(self.table, entries, bits)]
+        if stream is not None and not row.link:  # host memory is looked up each time, device memory once
+            self._found = tables, objects
+        return tables, objects
 
-    def launches(self, launch: Any) -> list[tuple[PreparedCopy, Any, Any, int, dict[str, Any]]]:
-        """The arguments of each copy of a launch, or none where there is nothing to copy."""
-        total, count, at = launch.total_blocks, launch.num_objects, launch.block_ids_offset
-        if not 1 <= count <= len(self.spec.lmcache_objects_ptrs):
-            raise ArgumentError(
-                f"num_objects is {count}, must be in [1, {len(self.spec.lmcache_objects_ptrs)}] for kernel group "
-                f"{self.at}"
-            )
-        if at < 0 or total < 0 or at + total > self.spec.block_ids_capacity:
-            raise ArgumentError(
-                f"block_ids_offset is {at}, total_blocks {total}: must lie within the {self.spec.block_ids_capacity} "
-                f"ids of kernel group {self.at}"
-            )
-        if total > count * self.per_object:
-            raise ArgumentError(f"total_blocks is {total}, {count} objects hold {count * self.per_object} blocks")
-        skip = max(launch.skip_prefix_n_blocks, 0)
-        if total <= skip:
-            return []
-        where = self.spec.block_ids_base + at * 8
-        if self.device is None:
-            ids = IndexVector(host_ids(where, total), 0, total)
+
+_known: dict[tuple[object, ...], _Group] = {}
+
+
+def _group(at: int, spec: KernelGroupSpec, to_host: bool, device: int | None) -> _Group:
+    d = spec.shape_desc
+    key = (
+        *(device, to_host, format_of(spec.engine_kv_format), spec.lmcache_chunk_size, spec.paged_buffer_ptrs),
+        *(d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size, getattr(d, "block_stride_elems", 0)),
+        *spec.lmcache_objects_ptrs,
+    )
+    found = _known.get(key)
+    if found is None:
+        found = _Group(at, spec, to_host, device)
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[key] = found
+    if spec.block_ids_capacity < 0 or (spec.block_ids_capacity and not spec.block_ids_base):
+        raise ArgumentError(f"kernel group {at}: block_ids_base is null")
+    return found
+
+
+def _launches(
+    group: _Group, ends: tuple[Sequence[Any], Sequence[Any]], spec: KernelGroupSpec, launch: LaunchVar
+) -> list[Any]:
+    """The copies of a launch, ready; none where there is nothing to copy."""
+    total, count, at = launch.total_blocks, launch.num_objects, launch.block_ids_offset
+    if not 1 <= count <= len(group.objects):
+        raise ArgumentError(
+            f"num_objects is {count}, must be in [1, {len(group.objects)}] for kernel group {launch.group_idx}"
+        )
+    if at < 0 or total < 0 or at + total > spec.block_ids_capacity:
+        raise ArgumentError(
+            f"block_ids_offset is {at}, total_blocks {total}: must lie within the {spec.block_ids_capacity} "
+            f"ids of kernel group {launch.group_idx}"
+        )
+    if total > count * group.per_object:
+        raise ArgumentError(f"total_blocks is {total}, {count} objects hold {count * group.per_object} blocks")
+    skip = launch.skip_prefix_n_blocks
+    if skip < 0:
+        skip = 0
+    if total <= skip:
+        return []
+    where, device = spec.block_ids_base + at * 8, group.device
+    ids = (
+        IndexVector(host_ids(where, total), 0, total) if device is None else IndexVector(None, where, total, 8, device)
+    )
+    found: list[Any] = []
+    for copy, table, objects in zip(group.copies.each, *ends, strict=True):
+        if device is not None and group.copies.kernel:
+            flat = Operands(objects.seen), Operands(_NONE, ids, table)
+            found.append(_Launch(copy, flat[::-1] if group.to_host else flat, skip, total - skip, objects.link))
+            continue
+        work = copy.ready if device is not None else partial(partial, copy)
+        if group.to_host:
+            found.append(work(table, objects, total - skip, src_index=ids, first=skip))
         else:
-            ids = IndexVector(None, where, total, 8, self.device)
-        found = []
-        for copy, table, objects in zip(self.copies, self.tables, self.objects, strict=True):
-            ends, name = ((table, objects), "src_index") if self.to_host else ((objects, table), "dst_index")
-            found.append((copy, *ends, total - skip, {name: ids, "first": skip}))
-        return found
+            found.append(work(objects, table, total - skip, dst_index=ids, first=skip))
+    return found
 
 
-def _staging(step: BatchStep) -> list[tuple[int, int, int, int]]:
-    out = []
-    for copy in step.staging:
-        for name, address in (("dest", copy.dest), ("src", copy.src)):
-            check_range(f"staging copy: {name}", address, copy.nbytes, copy.host_offset)
-        out.append((copy.dest, copy.src, copy.nbytes, copy.host_offset))
-    return out
+class _Launch:
+    """A copy that the kernel carries out, ready."""
+
+    __slots__ = ("_copy", "_count", "_ends", "_first", "_link")
+
+    def __init__(self, copy: PreparedCopy, ends: tuple[Operands, Operands], first: int, count: int, link: bool) -> None:
+        self._copy, self._ends, self._first, self._count, self._link = copy, ends, first, count, link
+
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> None:
+        """Enqueue it as a part of an operation; the device's context is current."""
+        self._copy.enqueue_kernel(state, operation, *self._ends, self._first, self._count, link=self._link)
 
 
 def execute_object_group_transfer(
@@ -137,7 +195,8 @@ def execute_object_group_transfer(
     """Carry out a plan on the current stream of `device`: every step after the one before it.
 
     In a step, the staging copies come before the launches from host to device, and behind them to the host. The whole
-    plan is checked before any of it is enqueued. `phase_timing_enabled` and `session_id` are accepted and not used.
+    plan is checked before any of it is enqueued. With `phase_timing_enabled`, `pop_completed_phase_timings` tells how
+    long each part took on a GPU, under `session_id`.
 
     Raises
     ------
@@ -147,24 +206,33 @@ def execute_object_group_transfer(
     to_host, where = direction_of(direction), device_index(device)
     alignment = check_alignment(host_buffer_alignment)
     if where is None:
-        _run(_plan(to_host, None, kernel_group_specs, batch_steps, None, copy_on_host, alignment))
+        for one in _plan(to_host, None, kernel_group_specs, batch_steps, None):
+            if type(one) is tuple:
+                copy_on_host(*one[:3])
+            else:
+                one()
         return
     with DeviceScope(where):
         stream = current_stream(where)
         raise_seen(where, stream)
+        copy = driver().memcpy_async
         capturing = driver().stream_capturing(stream)
         state = device_state(where)
-        reading = None if capturing else stream
-        work = _plan(to_host, where, kernel_group_specs, batch_steps, reading, None, alignment)
+        session = session_id if phase_timing_enabled else None
+        work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
         operation = state.books.begin(stream, captured=capturing)
         try:
-            for kind, args in work:
-                if kind == "stage":
+            for one in work:
+                if type(one) is not tuple:
+                    one.enqueue(state, operation, capturing)
+                    continue
+                dest, src, nbytes, offset = one
+                if not operation.enqueued:
                     operation.enqueued.append(stream)
-                    dest, src, nbytes, offset = args
-                    enqueue_split(dest, src, nbytes, offset, alignment, stream)
+                if offset % alignment + nbytes <= alignment:
+                    copy(dest, src, nbytes, stream)
                 else:
-                    args.enqueue(state, operation, capturing)
+                    enqueue_split(dest, src, nbytes, offset, alignment, stream)
         except BaseException:
             operation.abort()
             raise
@@ -177,30 +245,33 @@ def _plan(
     specs: Sequence[KernelGroupSpec],
     steps: Sequence[BatchStep],
     stream: int | None,
-    copy: Callable[[int, int, int], None] | None,
-    alignment: int,
-) -> list[tuple[str, Any]]:
-    """Everything that the plan does, in order, checked."""
-    groups = [_Group(at, spec, to_host, device, stream) for at, spec in enumerate(specs)]
-    work: list[tuple[str, Any]] = []
+    session: str | None = None,
+) -> list[Any]:
+    """Everything that the plan does, in order, checked: stages, and copies that are ready.
+
+    With a session, each part of it stands between the ends that time it.
+    """
+    groups = [_group(at, spec, to_host, device) for at, spec in enumerate(specs)]
+    ends = [group.ends(stream) for group in groups]
+    work: list[Any] = []
     for step in steps:
-        staging: list[tuple[str, Any]] = []
-        launches: list[tuple[str, Any]] = []
-        for args in _staging(step):
-            if args[2]:
-                staging.append(("stage", args if copy is None else partial(copy, *args[:3])))
+        staging: list[Any] = []
+        launches: list[Any] = []
+        for copy in step.staging:
+            dest, src, nbytes, offset = copy.dest, copy.src, copy.nbytes, copy.host_offset
+            if not (nbytes > 0 <= offset < _TOP - nbytes and 0 < dest < _TOP - nbytes and 0 < src < _TOP - nbytes):
+                check_range("staging copy: dest", dest, nbytes, offset)
+                check_range("staging copy: src", src, nbytes)
+                if not nbytes:
+                    continue
+            staging.append((dest, src, nbytes, offset))
         for launch in step.launches:
-            if not 0 <= launch.group_idx < len(groups):
-                raise ArgumentError(f"group_idx is {launch.group_idx}, must be in [0, {len(groups)})")
-            for prepared, src, dst, count, index in groups[launch.group_idx].launches(launch):
-                if device is None:
-                    launches.append(("launch", partial(prepared, src, dst, count, **index)))
-                else:
-                    launches.append(("launch", prepared.ready(src, dst, count, **index)))
+            at = launch.group_idx
+            if not 0 <= at < len(groups):
+                raise ArgumentError(f"group_idx is {at}, must be in [0, {len(groups)})")
+            launches += _launches(groups[at], ends[at], specs[at], launch)
+        if session is not None and device is not None:
+            told = to_host, device, sum(stage[2] for stage in staging), session
+            launches, staging = Phase.around(launches, KERNEL, *told), Phase.around(staging, STAGING, *told)
         work += launches + staging if to_host else staging + launches
     return work
-
-
-def _run(work: list[tuple[str, Any]]) -> None:
-    for _, one in work:
-        one()

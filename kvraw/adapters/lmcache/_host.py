@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import logging
-import mmap
 import os
-import platform
 from pathlib import Path
+
+from kvraw.errors import HostMemoryError
+from kvraw.runtime import facts, libc
+from kvraw.runtime.populate import Populator, populate_threads
 
 __all__ = ["HUGE_PAGE", "bind", "create_shared", "map_memory", "populate", "unlink_shared", "unmap"]
 
 HUGE_PAGE = 2 << 20
 _log = logging.getLogger("kvraw")
-_HUGETLB, _HUGE_2MB, _ANONYMOUS = 0x40000, 21 << 26, 0x20
-_BIND, _STRICT_MOVE = 2, 1 | 2  # MPOL_BIND; MPOL_MF_STRICT | MPOL_MF_MOVE
-_MBIND = {"x86_64": 237, "aarch64": 235}
-_POPULATE_WRITE = 23  # Linux 5.14
 _SHARED = Path("/dev/shm")
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.syscall.restype = ctypes.c_long
 
 
 def map_memory(nbytes: int, *, huge: bool = False, file: int = -1) -> int:
@@ -37,26 +27,26 @@ def map_memory(nbytes: int, *, huge: bool = False, file: int = -1) -> int:
     RuntimeError
         ``mmap failed: ...``
     """
-    flags = mmap.MAP_SHARED if file >= 0 else mmap.MAP_PRIVATE | _ANONYMOUS
-    if huge:
-        flags |= _HUGETLB | _HUGE_2MB
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, 0)
-    if address is None or address == ctypes.c_void_p(-1).value:
-        raise RuntimeError(f"mmap failed: {os.strerror(ctypes.get_errno())}")
-    return int(address)
+    size = -(-nbytes // libc.PAGE) * libc.PAGE
+    try:
+        if file >= 0:
+            return libc.map_file(file, size)
+        if huge:
+            return libc.map_anonymous(size, huge_page=HUGE_PAGE)
+        address = libc.map_anonymous(size, align=HUGE_PAGE if size >= HUGE_PAGE else libc.PAGE)
+    except OSError as error:
+        raise RuntimeError(f"mmap failed: {os.strerror(error.errno or 0)}") from None
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+        libc.advise(address, size, libc.HUGEPAGE)
+    return address
 
 
 def unmap(address: int, nbytes: int) -> None:
     """Give mapped memory back."""
-    if _libc.munmap(address, nbytes):
-        raise RuntimeError(f"munmap failed: {os.strerror(ctypes.get_errno())}")
-
-
-def _only_node(node: int) -> bool:
     try:
-        return Path("/sys/devices/system/node/online").read_text().strip() == str(node)
-    except OSError:
-        return node == 0
+        libc.unmap(address, nbytes)
+    except OSError as error:
+        raise RuntimeError(f"munmap failed: {os.strerror(error.errno or 0)}") from None
 
 
 def bind(address: int, nbytes: int, node: int) -> None:
@@ -69,36 +59,32 @@ def bind(address: int, nbytes: int, node: int) -> None:
     """
     if node < 0:
         raise RuntimeError(f"mbind failed: node {node} is negative")
-    words = (ctypes.c_ulong * (node // 64 + 1))()
-    words[node // 64] = 1 << node % 64
-    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_int(_BIND), words)
-    number = _MBIND.get(platform.machine())
-    code = errno.ENOSYS
-    if number is not None:
-        most = ctypes.c_ulong(64 * len(words) + 1)
-        if not _libc.syscall(ctypes.c_long(number), *arguments, most, ctypes.c_uint(_STRICT_MOVE)):
+    try:
+        libc.bind(address, nbytes, node)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        if error.errno in (errno.ENOSYS, errno.EPERM) and (facts.nodes() or [0]) == [node]:
+            # The system does not let us ask (containers often do not), and there is no other node to be on.
+            _log.info("mbind is not available (%s); the machine has node %d alone", why, node)
             return
-        code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EPERM) and _only_node(node):
-        # The system does not let us ask (containers often do not), and there is no other node to be on.
-        _log.info("mbind is not available (%s); the machine has node %d alone", os.strerror(code), node)
-        return
-    raise RuntimeError(f"mbind failed: {os.strerror(code)}")
+        raise RuntimeError(f"mbind failed: {why}") from None
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Touch every page, so that what is not to be had fails here.
+    """Back every page, so that what is not to be had fails here.
 
     Raises
     ------
     RuntimeError
         The memory is not to be had.
     """
-    if not _libc.madvise(address, nbytes, _POPULATE_WRITE):
-        return
-    code = ctypes.get_errno()
-    if code != errno.EINVAL:  # EINVAL: an older system; the pages come as they are used
-        raise RuntimeError(f"populating {nbytes} bytes of host memory failed: {os.strerror(code)}")
+    populator = Populator(address, nbytes, threads=populate_threads(), fresh=True, owner=None)
+    try:
+        populator.wait_for(nbytes)
+    except HostMemoryError as error:
+        raise RuntimeError(str(error)) from None
+    finally:
+        populator.stop()
 
 
 def _shared_path(name: str) -> Path:

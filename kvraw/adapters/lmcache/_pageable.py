@@ -20,7 +20,7 @@ _free: defaultdict[int, list[PinnedBuffer]] = defaultdict(list)
 
 
 def pageable(address: int, nbytes: int) -> bool:
-    """Whether a range is host memory that the driver cannot reach."""
+    """Whether a range is host memory that the device cannot reach; its context is current."""
     return not locate(address, nbytes).device_address
 
 

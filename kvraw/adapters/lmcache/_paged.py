@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvraw import config
+from kvraw.adapters.lmcache._launch import Copies
+from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._types import ArgumentError
 from kvraw.arrays import U64, pointer_vector
 from kvraw.cache import require_host
@@ -19,12 +21,15 @@ from kvraw.formats import FORMATS
 from kvraw.layout import CacheLayout, Geometry
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import locate_all
 
 __all__ = ["Counts", "Paged", "Part", "from_pointers", "from_tensors", "host_table", "is_tensor", "parts_of"]
 
 SCALES, INDEXER, PLANES = 4, 14, 17  # bytes of a token's scale; the formats that are several layouts at once
 _ENDLESS = 1 << 31  # blocks, where the caller does not say how many there are
+
+_INDEX = {"block": "block_ids", "slot": "slot_mapping"}  # what callers name the ids
 
 T = TypeVar("T")
 
@@ -113,7 +118,7 @@ class Paged:
         """What was made for a key before, or is made now."""
         found: T | None = self.plans.get(key)
         if found is None:
-            if len(self.plans) > 64:
+            if len(self.plans) > 256:
                 self.plans.clear()
             found = self.plans[key] = make()
         return found
@@ -127,7 +132,8 @@ class Paged:
                 if self.device is None:
                     require_host("paged_buffer_ptrs", bases, 1)
                 else:
-                    elsewhere = locate_all(bases).devices != self.device
+                    with DeviceScope(self.device):
+                        elsewhere = locate_all(bases).devices != self.device
                     if elsewhere.any():
                         at = int(np.argmax(elsewhere))
                         raise PlacementError(
@@ -137,19 +143,24 @@ class Paged:
             self.tables = tables
         return self.tables
 
-    def copies(self, by: str, to_host: bool, flat: Callable[[Part], Side], key: object) -> list[PreparedCopy]:
+    def copies(self, by: str, to_host: bool, flat: Callable[[Part], Side], key: object) -> Copies:
         """A prepared copy for each part; `key` tells the flat sides of different calls apart."""
-        return self.ready(
-            (by, to_host, key),
-            lambda: [
+
+        def make() -> Copies:
+            engine, index = config.ENGINE.get(), _INDEX[by]
+            each = [
                 PreparedCopy(
                     part.plan(flat(part), by, to_host),
                     device=self.device,
+                    engine="kernel" if engine == "staged" else "auto",  # these have no staged form
                     names=("paged", "objects") if to_host else ("objects", "paged"),
+                    index_names=(index, "objects") if to_host else ("objects", index),
                 )
                 for part in self.parts
-            ],
-        )
+            ]
+            return Copies(self, to_host, each, index, engine != "copy")
+
+        return self.ready((by, to_host, key), make)
 
 
 def _planes(number: int, kv_size: int) -> int:
@@ -339,24 +350,9 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
     return _intern((number, seen, depth, block_size, kv_size, device), make)
 
 
-# Host copies of tables of addresses that lie on a device: (weak reference, address, version) by the tensor's id.
-_tables: dict[int, tuple[Any, tuple[int, int], U64]] = {}
-
-
 def host_table(tensor: Any) -> U64:
     """Addresses out of a 1-D int64 or uint64 tensor; one on a device is read once, and again when torch changed it."""
     if len(tensor.shape) != 1 or str(tensor.dtype) not in ("torch.int64", "torch.uint64"):
         raise TypeError(f"a table of addresses has shape {tuple(tensor.shape)} and {tensor.dtype}, must be 1-D int64")
-    if tensor.device.type == "cpu":
-        found: U64 = tensor.detach().numpy().view(np.uint64)
-        return found
-    try:
-        version = int(tensor._version)
-    except RuntimeError:  # tensors of torch's inference mode have no version: they count as unchanged
-        version = -1
-    key, state = id(tensor), (int(tensor.data_ptr()), version)
-    known = _tables.get(key)
-    if known is None or known[0]() is not tensor or known[1] != state:
-        table = tensor.detach().cpu().numpy().view(np.uint64)
-        known = _tables[key] = (weakref.ref(tensor, lambda _: _tables.pop(key, None)), state, table)
-    return known[2]
+    found: U64 = remembered(tensor, ("table",), lambda: tensor.detach().cpu().numpy().view(np.uint64))
+    return found

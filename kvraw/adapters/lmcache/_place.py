@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 from kvraw.engines.grid import Operation
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.prepared import Copy
-from kvraw.runtime.context import current_device
+from kvraw.runtime.context import DeviceScope, current_device
 from kvraw.runtime.driver import driver, driver_or_none
 from kvraw.transfer_plan import Transfer
 
@@ -20,6 +22,8 @@ __all__ = ["current_stream", "device_index", "raise_seen", "tensor_device", "thi
 _log = logging.getLogger("kvraw")
 _watched: defaultdict[int, deque[Transfer | Copy | Operation]] = defaultdict(deque)
 _lock = threading.Lock()
+_raw_stream: Callable[[int], int] | None = None
+_indices: dict[Any, int | None] = {}  # of devices that were named by something other than a number
 
 
 def _torch_cuda() -> Any:
@@ -39,19 +43,29 @@ def this_device() -> int:
 
 def device_index(device: Any) -> int | None:
     """Number of a CUDA device, or None for the host; takes a torch device, its text, or a number."""
-    if isinstance(device, int) and not isinstance(device, bool):
+    if type(device) is int:
         return device
+    try:
+        return _indices[device]
+    except (KeyError, TypeError):
+        pass
     if device is None:
         return this_device()
     kind, index = getattr(device, "type", None), getattr(device, "index", None)
     if kind is None:
         kind, _, text = str(device).partition(":")
         index = int(text) if text else None
-    if kind == "cpu":
-        return None
-    if kind != "cuda":
+    if kind not in ("cpu", "cuda"):
         raise TypeError(f"device is {device}, must be a CUDA device or the CPU")
-    return this_device() if index is None else int(index)
+    if kind == "cpu":
+        found = None
+    elif index is None:
+        return this_device()
+    else:
+        found = int(index)
+    with contextlib.suppress(TypeError):  # what has no hash is read anew each time
+        _indices[device] = found
+    return found
 
 
 def tensor_device(tensor: Any) -> int | None:
@@ -61,8 +75,15 @@ def tensor_device(tensor: Any) -> int | None:
 
 def current_stream(device: int) -> int:
     """The caller's current stream on a device: torch's, or the default stream where torch is not in use."""
-    cuda = _torch_cuda()
-    return 0 if cuda is None else int(cuda.current_stream(device).cuda_stream)
+    global _raw_stream
+    if _raw_stream is None:
+        cuda = _torch_cuda()
+        if cuda is None:
+            return 0
+        # The handle alone, without a stream object around it, where this torch offers that.
+        found = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
+        _raw_stream = found or (lambda at: cuda.current_stream(at).cuda_stream)
+    return int(_raw_stream(device))
 
 
 def watch(device: int, copy: Transfer | Copy | Operation) -> None:
@@ -73,15 +94,19 @@ def watch(device: int, copy: Transfer | Copy | Operation) -> None:
 def raise_seen(device: int, stream: int) -> None:
     """Raise what a copy of an earlier call on this device met, as the driver does with its own asynchronous errors."""
     queue = _watched.get(device)
-    if not queue or driver().stream_capturing(stream):  # a capture forbids asking about events
+    if not queue:
         return
-    while queue:
-        with _lock:
-            if not queue or not queue[0].done():
-                return
-            copy = queue.popleft()
-        try:
-            copy.wait()
-        except (BoundsError, LayoutError) as error:
-            _log.error("an earlier transfer on device %s: %s", device, error)
-            raise
+    d = driver()
+    with DeviceScope(device):  # a default stream is the current context's
+        if d.stream_capturing(stream):  # a capture forbids asking about events
+            return
+        while queue:
+            with _lock:
+                if not queue or not queue[0].done():
+                    return
+                copy = queue.popleft()
+            try:
+                copy.wait()
+            except (BoundsError, LayoutError) as error:
+                _log.error("an earlier transfer on device %s: %s", device, error)
+                raise

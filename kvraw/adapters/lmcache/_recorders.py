@@ -18,6 +18,7 @@ from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 from kvraw.runtime.stream import Stream
 
 __all__ = [
+    "Recorder",
     "drain_recorded_completions",
     "drain_recorded_events",
     "record_completion_on_stream",
@@ -26,9 +27,20 @@ __all__ = [
 
 _log = logging.getLogger("kvraw")
 _MOST = 65536  # records that wait to be drained; beyond it the oldest goes
+_DEFAULT = (0, 1, 2)  # the legacy default stream by both of its names, and that of the thread
 _GOOD_SECONDS = 50e-6
-_ANCHOR_SECONDS = 10.0  # the driver tells time between events as a float of milliseconds: stay near the anchor
-_WALL = time.time() - time.monotonic()  # one offset for the process: timestamps never step back with the clock
+_ANCHOR_SECONDS = 1.0  # two clocks part by some ten microseconds a second
+_TRIES = 8
+
+
+def _wall_offset() -> float:
+    """Wall-clock time less monotonic time, from the tightest of several readings: any one may be interrupted."""
+    readings = [(time.monotonic(), time.time(), time.monotonic()) for _ in range(16)]
+    before, wall, after = min(readings, key=lambda r: r[2] - r[0])
+    return wall - (before + after) / 2
+
+
+_WALL = _wall_offset()  # one offset for the process: timestamps never step back with the clock
 
 
 def _now() -> float:
@@ -65,10 +77,12 @@ class _Clock:
         self.anchor = self._measure()
 
     def _measure(self) -> _Anchor:
+        # The first one of a process pays for what the driver does once, and any may be interrupted.
         best = _Anchor(self._stream)
-        for _ in range(2):
-            if best.error > _GOOD_SECONDS:
-                best = min(best, _Anchor(self._stream), key=lambda anchor: anchor.error)
+        for _ in range(_TRIES - 1):
+            if best.error <= _GOOD_SECONDS:
+                break
+            best = min(best, _Anchor(self._stream), key=lambda anchor: anchor.error)
         return best
 
     def refresh(self) -> None:
@@ -96,7 +110,7 @@ class _Record:
     at: float = 0.0
 
 
-class _Recorder:
+class Recorder:
     """Records of one kind: first in, first out per stream."""
 
     def __init__(self) -> None:
@@ -115,27 +129,42 @@ class _Recorder:
             if d is None:
                 self._take_up(_Record(next(self._order), stream, value, at=_now()))
                 return
-            if d is not self._owner:
-                self._owner = d
-                self._queues.clear()
-                self._events.clear()
-                self._clocks.clear()
-            with DeviceScope(this_device()):  # a default stream is the current context's
-                context = d.stream_context(stream)
-            d.context_push(context)
+            self._of(d)
+            if stream in _DEFAULT:  # the current context's
+                device = this_device()
+                with DeviceScope(device):
+                    self._enqueue(d, device, stream, value)
+                return
+            d.context_push(d.stream_context(stream))
             try:
                 self._enqueue(d, d.context_device(), stream, value)
             finally:
                 d.context_pop()
 
-    def _enqueue(self, d: CudaDriver, device: int, stream: int, value: tuple[Any, ...]) -> None:
+    def record_here(self, device: int, stream: int, value: tuple[Any, ...], *, anew: bool = True) -> None:
+        """The same for a stream of a device whose context is current; `anew`: the clock may be measured anew."""
+        with self._lock:
+            d = driver()
+            self._of(d)
+            self._enqueue(d, device, stream, value, anew=anew)
+
+    def _of(self, d: CudaDriver) -> None:
+        """Forget what another driver was given."""
+        if d is not self._owner:
+            self._owner = d
+            self._queues.clear()
+            self._events.clear()
+            self._clocks.clear()
+
+    def _enqueue(self, d: CudaDriver, device: int, stream: int, value: tuple[Any, ...], *, anew: bool = True) -> None:
         if d.stream_capturing(stream):
             self._take_up(_Record(next(self._order), stream, value, at=_now()))
             return
         clock = self._clocks.get(device)
         if clock is None:
             clock = self._clocks[device] = _Clock(device)
-        clock.refresh()
+        if anew:
+            clock.refresh()
         free = self._events.setdefault(device, [])
         event = free.pop() if free else d.event_create(timing=True)
         d.event_record(event, stream)
@@ -181,7 +210,7 @@ class _Recorder:
         return out
 
 
-_events, _completions = _Recorder(), _Recorder()
+_events, _completions = Recorder(), Recorder()
 
 
 def record_event_on_stream(

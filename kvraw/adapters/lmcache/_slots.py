@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvraw.adapters.lmcache._blocks import ids_of
+from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns
 from kvraw.adapters.lmcache._paged import INDEXER, Counts, Paged, Part, from_pointers, from_tensors, host_table
-from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, tensor_device, watch
+from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, tensor_device
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla
 from kvraw.arrays import U64, pointer_vector
 from kvraw.errors import BoundsError
 from kvraw.formats import FORMATS
 from kvraw.plan import Side
 from kvraw.prepared import Reached
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import Where, locate
 
 if TYPE_CHECKING:
@@ -36,74 +37,116 @@ _KV_LIST = 9
 _TOKEN_ROWS = (1, 3, 4, 5, 9, 11, 13, 16, 18)
 
 
-@dataclass(frozen=True, slots=True)
 class _Rows:
-    """Tokens outside the paged cache: where they begin, how many, and byte strides of planes, layers and tokens."""
+    """Tokens outside the paged cache, in tensors of one shape, ready to be moved one way.
 
-    tensor: Any
-    count: int
-    plane: int
-    layer: int
-    token: int
+    Parameters
+    ----------
+    paged : Paged
+        The cache.
+    to_host : bool
+        The way.
+    shape, strides : list of int
+        A tensor's, in elements; the last axis is a row.
+    unit : int
+        Bytes of an element.
+    token, plane, layer : int or None
+        Its axes, by position; None: there is none.
+    """
 
-    @classmethod
-    def of(cls, tensor: Any, row: int, *, token: int, plane: int | None = None, layer: int | None = None) -> _Rows:
-        """Rows of a tensor whose axes are named by position; the last one is a row of `row` bytes."""
-        unit, strides = tensor.element_size(), tensor.stride()
-        if tensor.shape[-1] * unit != row or (strides[-1] != 1 and tensor.shape[-1] > 1):
+    def __init__(
+        self,
+        paged: Paged,
+        to_host: bool,
+        shape: list[int],
+        strides: list[int],
+        unit: int,
+        token: int,
+        plane: int | None,
+        layer: int | None,
+    ) -> None:
+        row, g = paged.row, paged.geometry
+        if shape[-1] * unit != row or (strides[-1] != 1 and shape[-1] > 1):
             raise ArgumentError(
-                f"a token of shape {tuple(tensor.shape)}, strides {strides} has {tensor.shape[-1] * unit} bytes, must "
-                f"have {row}, dense"
+                f"a token of shape {tuple(shape)}, strides {strides} has {shape[-1] * unit} bytes, must have {row}, "
+                f"dense"
             )
-        step = [0 if axis is None else int(strides[axis]) * unit for axis in (plane, layer, token)]
-        return cls(tensor, int(tensor.shape[token]), *step)
+        by_plane, by_layer, self._step = (0 if a is None else strides[a] * unit for a in (plane, layer, token))
+        self.paged, self.to_host, self.count = paged, to_host, shape[token]
+        steps = np.arange(g.planes)[:, None] * by_plane + np.arange(g.layers) * by_layer
+        self._offsets = steps.ravel().astype(np.uint64)
+        self._span = int(steps[-1, -1]) + (self.count - 1) * self._step + row
+        self._copies = paged.copies("slot", to_host, self._flat, self._step)
+        self._last: tuple[int, Reached] | None = None
 
-
-def _move(paged: Paged, rows: _Rows, slots: Any, to_host: bool, skip: int = 0) -> None:
-    """Move a token per slot between a paged cache and rows, on the caller's stream; a negative slot moves nothing."""
-    g, device = paged.geometry, paged.device
-    stream = None if device is None else current_stream(device)
-    if device is not None and stream is not None:
-        raise_seen(device, stream)
-    ids = ids_of("slot_mapping", slots, device)
-    if ids.count < rows.count:
-        raise BoundsError(f"slot_mapping has {ids.count} slots for {rows.count} tokens")
-    skip = max(skip, 0)
-    if rows.count <= skip:
-        return
-
-    def flat(part: Part) -> Side:
+    def _flat(self, part: Part) -> Side:
+        g = part.layout.geometry
         entries = g.planes * g.layers
-        return Side(rows.token, table_layer=1, table_plane=g.layers, head=part.head_bytes, entries=entries)
+        return Side(self._step, table_layer=1, table_plane=g.layers, head=part.head_bytes, entries=entries)
 
-    copies = paged.copies("slot", to_host, flat, rows.token)
-    steps = np.arange(g.planes)[:, None] * rows.plane + np.arange(g.layers) * rows.layer
-    span = int(steps[-1, -1]) + (rows.count - 1) * rows.token + paged.row
-    address, refs, where = int(rows.tensor.data_ptr()), rows.tensor, Where(None, 0)
-    shift = 0
-    stand_ins = None
-    if device is not None:
-        where = locate(address, span)
-        if not where.device_address:
-            stand_ins = StandIns([(address, span)], device, fill=True)
-            refs, address = stand_ins.views(), stand_ins.addresses[0]
-            where = locate(address, span)
+    def move(self, tensor: Any, offset: int, slots: Any, skip: int = 0) -> None:
+        """Move a token per slot, on the caller's stream; a negative slot moves nothing."""
+        device = self.paged.device
+        stream = None if device is None else current_stream(device)
+        if device is not None and stream is not None:
+            raise_seen(device, stream)
+        ids = ids_of("slot_mapping", slots, device, keep=tensor)
+        if ids.count < self.count:
+            raise BoundsError(f"slot_mapping has {ids.count} slots for {self.count} tokens")
+        count = self.count - skip
+        if count <= 0:
+            return
+        address = int(tensor.data_ptr()) + offset
+        if device is None:
+            self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream)
+            return
+        if tensor.device.type != "cpu":
+            self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream)
+            return
+        with DeviceScope(device):
+            where = locate(address, self._span)
+            if where.device_address:
+                self._copies.run(self._reached(address, where), ids, skip, count, stream)
+                return
+            stand_ins = StandIns([(address, self._span)], device, fill=True)
+            address = stand_ins.addresses[0]
+            ids = ids._replace(owner=(ids.owner, stand_ins))
+            done = self._copies.run(self._reached(address, locate(address, self._span)), ids, skip, count, stream)
+        if self.to_host and done is not None:
+            done.wait()
+            stand_ins.copy_back()
+
+    def _reached(self, address: int, where: Where) -> Reached:
+        last = self._last
+        if last is not None and last[0] == address and where.device is not None:
+            return last[1]
+        host = self._offsets + np.uint64(address)
         shift = where.device_address - address
-    offsets = steps.ravel().astype(np.uint64)
-    for copy, part, table in zip(copies, paged.parts, paged.reached(), strict=True):
-        host = offsets + np.uint64(address + part.at)
         seen = host + np.uint64(shift % 2**64) if shift else host
-        side = Reached(host, seen, where.device is None, where.edges)
-        count = rows.count - skip
-        if to_host:
-            done = copy(table, side, count, src_index=ids, first=skip, stream=stream, refs=refs)
-        else:
-            done = copy(side, table, count, dst_index=ids, first=skip, stream=stream, refs=refs)
-        if device is not None and ids.host is None:
-            watch(device, done)
-    if stand_ins is not None and to_host:
-        done.wait()
-        stand_ins.copy_back()
+        found = Reached(host, seen, where.device is None, where.edges)
+        if where.device is not None:
+            self._last = address, found
+        return found
+
+
+def _rows(
+    paged: Paged,
+    to_host: bool,
+    tensor: Any,
+    *,
+    token: int,
+    plane: int | None = None,
+    layer: int | None = None,
+    without: int | None = None,
+) -> _Rows:
+    """The rows of a tensor; without one of its axes, where only one place of it takes part."""
+    shape, strides, unit = tensor.shape, tensor.stride(), tensor.element_size()
+
+    def make() -> _Rows:
+        keep = [k for k in range(len(shape)) if k != without]
+        return _Rows(paged, to_host, [shape[k] for k in keep], [strides[k] for k in keep], unit, token, plane, layer)
+
+    return paged.ready(("rows", to_host, shape, strides, unit, token, plane, layer, without), make)
 
 
 def _addresses(ptrs: Any) -> U64 | None:
@@ -158,19 +201,26 @@ def multi_layer_kv_transfer(
     to_host, number = direction_of(direction), format_of(engine_kv_format)
     if not isinstance(key_value_ptrs, (list, tuple)) and not hasattr(key_value_ptrs, "data_ptr"):
         raise TypeError(f"Expected torch.Tensor or list, but got {type(key_value_ptrs).__name__}")
-    device, kv_size = device_index(paged_memory_device), int(key_value.shape[0])
-    addresses = _addresses(key_value_ptrs)
-    if addresses is None or number == 17:
-        paged = from_tensors(number, key_value_ptrs, block_size, kv_size, device)
-    else:
-        if number == 0 and len(addresses) > 1:
-            number = 1
-        c = _counts(number, key_value, page_buffer_size, block_size, head_size, block_stride_elems)
-        paged = from_pointers(number, addresses, c, kv_size, device)
-    if paged.geometry.planes != kv_size:
-        raise ArgumentError(f"key_value has {kv_size} planes, format {number} has {paged.geometry.planes}")
-    rows = _Rows.of(key_value, paged.row, plane=0, layer=1, token=2)
-    _move(paged, rows, slot_mapping, to_host, int(skip_prefix_n_tokens))
+    device, shape = device_index(paged_memory_device), key_value.shape
+    kv_size = shape[0]
+
+    def make() -> Paged:
+        addresses = _addresses(key_value_ptrs)
+        if addresses is None or number == 17:
+            paged = from_tensors(number, key_value_ptrs, block_size, kv_size, device)
+        else:
+            form = 1 if number == 0 and len(addresses) > 1 else number
+            c = _counts(form, key_value, page_buffer_size, block_size, head_size, block_stride_elems)
+            paged = from_pointers(form, addresses, c, kv_size, device)
+        if paged.geometry.planes != kv_size:
+            raise ArgumentError(f"key_value has {kv_size} planes, format {number} has {paged.geometry.planes}")
+        return paged
+
+    sizes = page_buffer_size, block_size, head_size, block_stride_elems
+    key = ("slots", number, device, *sizes, kv_size, shape[1], shape[3], key_value.element_size())
+    paged = remembered(key_value_ptrs, key, make)
+    rows = _rows(paged, to_host, key_value, token=2, plane=0, layer=1)
+    rows.move(key_value, 0, slot_mapping, max(int(skip_prefix_n_tokens), 0))
 
 
 def multi_layer_kv_transfer_unilateral(
@@ -208,29 +258,36 @@ def single_layer_kv_transfer(
     Where the format has one plane it is [tokens, hidden].
     """
     to_host, number = direction_of(direction), format_of(engine_kv_format)
-    device, lmc = tensor_device(vllm_key_value_cache), lmc_key_value_cache
+    lmc, tensor = lmc_key_value_cache, vllm_key_value_cache
     planes = int(lmc.shape[1 if token_major else 0]) if len(lmc.shape) == 3 else 1
-    tensor = vllm_key_value_cache
-    if number in (4, 9, 16, 17):
-        raise ArgumentError(f"Unsupported EngineKVFormat {number}: a layer of it is no single tensor")
-    block_size = int(tensor.shape[0]) if number == 5 and len(tensor.shape) == 3 else 0
-    if number == 5 and len(tensor.shape) == 3 and tensor.shape[1] != 1:
-        number = 3  # handed in by blocks
-    paged = from_tensors(number, tensor, block_size, planes, device)
-    _move(paged, _one_layer(lmc, paged, token_major), slot_mapping, to_host)
+
+    def make() -> Paged:
+        if number in (4, 9, 16, 17):
+            raise ArgumentError(f"Unsupported EngineKVFormat {number}: a layer of it is no single tensor")
+        block_size = int(tensor.shape[0]) if number == 5 and len(tensor.shape) == 3 else 0
+        # A tensor of three axes may be handed in by blocks.
+        form = 3 if number == 5 and len(tensor.shape) == 3 and tensor.shape[1] != 1 else number
+        return from_tensors(form, tensor, block_size, planes, tensor_device(tensor))
+
+    paged = remembered(tensor, ("layer", number, planes), make)
+    _one_layer(lmc, paged, to_host, token_major).move(lmc, 0, slot_mapping)
 
 
-def _one_layer(lmc: Any, paged: Paged, token_major: bool) -> _Rows:
+def _one_layer(lmc: Any, paged: Paged, to_host: bool, token_major: bool) -> _Rows:
     if paged.geometry.layers != 1:
         raise ArgumentError(f"the paged tensor holds {paged.geometry.layers} layers, must hold 1")
-    if len(lmc.shape) == 2:
-        rows, planes = _Rows.of(lmc, paged.row, token=0), 1
-    else:
+    plane, token, planes = None, 0, 1
+    if len(lmc.shape) != 2:
         plane, token = (1, 0) if token_major else (0, 1)
-        rows, planes = _Rows.of(lmc, paged.row, plane=plane, token=token), int(lmc.shape[plane])
+        planes = int(lmc.shape[plane])
     if planes != paged.geometry.planes:
         raise ArgumentError(f"the tokens have {planes} planes, the paged tensor has {paged.geometry.planes}")
-    return rows
+    return _rows(paged, to_host, lmc, token=token, plane=plane)
+
+
+def _two_tensors(keys: Any, values: Any) -> Paged:
+    both = [keys, values]
+    return remembered(both, ("two",), lambda: from_tensors(_KV_LIST, both, 0, 2, tensor_device(keys)))
 
 
 def single_layer_kv_transfer_sgl(
@@ -242,16 +299,19 @@ def single_layer_kv_transfer_sgl(
     token_major: bool = False,
 ) -> None:
     """Move tokens of one layer whose keys and values are two tensors [blocks, block_size, heads, head_size]."""
-    to_host = direction_of(direction)
-    paged = from_tensors(_KV_LIST, [sgl_key_cache, sgl_value_cache], 0, 2, tensor_device(sgl_key_cache))
-    _move(paged, _one_layer(lmc_key_value_cache, paged, token_major), slot_mapping, to_host)
+    rows = _one_layer(
+        lmc_key_value_cache, _two_tensors(sgl_key_cache, sgl_value_cache), direction_of(direction), token_major
+    )
+    rows.move(lmc_key_value_cache, 0, slot_mapping)
 
 
 def _flash(key_value: Any, key_cache: Any, value_cache: Any, slots: Any, layer_idx: int, to_host: bool) -> None:
     if not 0 <= layer_idx < key_value.shape[1]:
         raise BoundsError(f"layer_idx is {layer_idx}, must be in [0, {key_value.shape[1]})")
-    paged = from_tensors(_KV_LIST, [key_cache, value_cache], 0, 2, tensor_device(key_cache))
-    _move(paged, _one_layer(key_value[:, layer_idx], paged, False), slots, to_host)
+    if key_value.shape[0] != 2:
+        raise ArgumentError(f"the tokens have {key_value.shape[0]} planes, must have 2")
+    rows = _rows(_two_tensors(key_cache, value_cache), to_host, key_value, token=1, plane=0, without=1)
+    rows.move(key_value, layer_idx * key_value.stride(1) * key_value.element_size(), slots)
 
 
 def load_and_reshape_flash(

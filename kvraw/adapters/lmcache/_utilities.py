@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvraw.adapters.lmcache._blocks import ids_of, move_blocks
+from kvraw.adapters.lmcache._blocks import blocks_of, ids_of
 from kvraw.adapters.lmcache._paged import Paged, Part, from_tensors
 from kvraw.adapters.lmcache._place import tensor_device
 from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
@@ -160,7 +160,8 @@ def gather_paged_kv_to_cpu(
     else:
         chunks = out if len(out) == len(wanted) else out[: len(wanted)]
     ids = [block_ids[at * blocks_per_chunk + k] for at in wanted for k in range(blocks_per_chunk)]
-    move_blocks(found.paged, chunks, ids_of("block_ids", ids, found.paged.device), True, tokens, 0)
+    index = ids_of("block_ids", ids, found.paged.device, keep=chunks)
+    blocks_of(found.paged, True, tokens).move(chunks, index, 0)
     return chunks
 
 
@@ -203,5 +204,5 @@ def scatter_cpu_to_paged_kv(
             block_size,
             skip,
         )
-    ids = ids_of("block_ids", list(block_ids[:need]), found.paged.device)
-    move_blocks(found.paged, list(chunks), ids, False, blocks_per_chunk * block_size, skip)
+    ids = ids_of("block_ids", list(block_ids[:need]), found.paged.device, keep=chunks)
+    blocks_of(found.paged, False, blocks_per_chunk * block_size).move(chunks, ids, skip)

@@ -1,0 +1,158 @@
+"""The staged write-back of `kvraw.adapters.sglang`: layers to page_first host memory, through memory of the device.
+
+A kernel packs pages into the caller's staging memory in the host's own order; whole pages leave it by the copy engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvraw.adapters import tensors
+from kvraw.adapters.sglang_batch import enqueue
+from kvraw.adapters.sglang_direct import bounded, first_of_pages
+from kvraw.adapters.sglang_kernel import End, Numbers, default_quota, index_on_device, launch, transfer
+from kvraw.arrays import U64
+from kvraw.engines import copy_engine
+from kvraw.engines.copy_engine import Descriptors
+from kvraw.errors import LayoutError, PlacementError
+
+__all__ = [
+    "can_use_hicache_jit_kernel",
+    "can_use_write_back_jit_kernel",
+    "transfer_hicache_all_layer_mla_staged_lf_pf",
+    "transfer_hicache_all_layer_staged_lf_pf",
+]
+
+_INTS = ("int64", "int32")
+_WARPS = 32
+
+
+def can_use_hicache_jit_kernel(*, element_size: int, unroll: int | None = None, block_quota: int | None = None) -> bool:
+    """Whether the ``transfer_hicache_*`` operations take rows of this many bytes."""
+    return element_size > 0 and element_size % 8 == 0
+
+
+def can_use_write_back_jit_kernel(
+    *, element_size: int, unroll: int | None = None, block_quota: int | None = None
+) -> bool:
+    """Whether the staged operations take rows of this many bytes."""
+    return element_size > 0 and element_size % 8 == 0
+
+
+def transfer_hicache_all_layer_staged_lf_pf(
+    k_ptr_src: Any,
+    v_ptr_src: Any,
+    src_indices: Any,
+    dst_indices: Any,
+    staging_k: Any,
+    staging_v: Any,
+    dst_k: Any,
+    dst_v: Any,
+    *,
+    page_size: int,
+    element_size: int | None = None,
+    unroll: int | None = None,
+    block_quota: int | None = None,
+) -> None:
+    """All layers of K and V, by tables of their addresses, to page_first host memory; `dst_indices` are on the CPU.
+
+    Staging and destination are [token, layer, ...] without gaps; a page of `dst_indices` is one of the destination's.
+    """
+    groups = (k_ptr_src, v_ptr_src), (staging_k, staging_v), (dst_k, dst_v)
+    _staged(*groups, src_indices, dst_indices, page_size, element_size, block_quota)
+
+
+def transfer_hicache_all_layer_mla_staged_lf_pf(
+    ptr_src: Any,
+    src_indices: Any,
+    dst_indices: Any,
+    staging: Any,
+    dst: Any,
+    *,
+    page_size: int,
+    element_size: int | None = None,
+    unroll: int | None = None,
+    block_quota: int | None = None,
+) -> None:
+    """All layers of one plane to page_first host memory; see `transfer_hicache_all_layer_staged_lf_pf`."""
+    _staged((ptr_src,), (staging,), (dst,), src_indices, dst_indices, page_size, element_size, block_quota)
+
+
+def _tokens(name: str, group: tuple[Any, ...], token: int) -> int:
+    """Tokens that each of these holds."""
+    for t in group:
+        if not t.is_contiguous() or t.numel() * t.element_size() != t.shape[0] * token:
+            raise LayoutError(
+                f"{name} has shape {tuple(t.shape)}, strides {tuple(t.stride())}; must be tokens of {token} bytes, "
+                f"without gaps"
+            )
+    return min(int(t.shape[0]) for t in group)
+
+
+def _staged(
+    src: tuple[Any, ...],
+    staging: tuple[Any, ...],
+    dst: tuple[Any, ...],
+    src_indices: Any,
+    dst_indices: Any,
+    page_size: int,
+    element_size: int | None,
+    quota: int | None,
+) -> None:
+    count, layers, first = int(src_indices.numel()), int(src[0].shape[0]), staging[0]
+    if dst_indices.is_cuda:
+        raise RuntimeError("Destination indices must be a CPU tensor")
+    if tensors.dtype_name(dst_indices) != "int64" or tensors.dtype_name(src_indices) not in _INTS:
+        raise RuntimeError("Destination indices must be of type long, source indices of type long or int")
+    if count != dst_indices.numel():
+        raise RuntimeError("Source and destination indices must have the same length")
+    if page_size <= 0 or count % page_size:
+        raise RuntimeError("Page size must be positive, and the indices whole pages")
+    rows = int(np.prod(first.shape[:2], dtype=np.int64))
+    size = element_size or int(first.numel()) // max(rows, 1) * int(first.element_size())
+    if size <= 0 or size % 8:
+        raise RuntimeError("Item byte size must be divisible by 8")
+    numbers, token = (size, layers, 0, 1, 1), size * layers
+    if not count or not layers:
+        return
+    held, room = _tokens("dst", dst, token), _tokens("staging", staging, token) // page_size * page_size
+    pages, _ = first_of_pages("dst_indices", tensors.index_array(dst_indices), page_size, aligned=True)
+    bounded("dst_indices", pages, held - page_size + 1, page_size)
+    blocks, source = quota or default_quota(quota), ("table", 0, src)
+    if not src_indices.is_cuda:
+        transfer(source, ("pf", token, dst), src_indices, dst_indices, numbers, blocks, _WARPS, _INTS)
+        return
+    if not room or not all(t.is_cuda for t in staging):
+        raise PlacementError(f"staging holds {room} tokens in whole pages, must hold a page on the GPU")
+    _by_pages(source, ("pf", token, staging), dst, src_indices, pages, room, page_size, numbers, blocks)
+
+
+def _by_pages(
+    source: End,
+    staging: End,
+    dst: tuple[Any, ...],
+    src_indices: Any,
+    pages: np.ndarray,
+    room: int,
+    page_size: int,
+    numbers: Numbers,
+    quota: int,
+) -> None:
+    device, token, count = int(src_indices.get_device()), staging[1], len(pages) * page_size
+    index = index_on_device(src_indices, count, device)
+    on_host = [int(t.data_ptr()) for t in dst if not t.is_cuda]
+    for begin in range(0, count, room):  # the stream's order keeps a part's copies before the next part's kernel
+        many = min(room, count - begin)
+        part = index._replace(address=index.address + begin * index.width, count=many)
+        launch(source, staging, numbers, quota, _WARPS, device, part, None, many)
+        to = pages[begin // page_size : (begin + many) // page_size].view(np.uint64) * np.uint64(token)
+        at = np.arange(0, many * token, page_size * token, dtype=np.uint64)
+        ends = [_each(dst, to), _each(staging[2], at)]
+        copies = Descriptors(ends[0], ends[1], np.full(len(ends[0]), page_size * token, np.uint64))
+        enqueue(copy_engine.merge(copies), device, on_host=on_host, refs=(staging, dst))
+
+
+def _each(group: tuple[Any, ...], offsets: U64) -> U64:
+    return np.concatenate([np.uint64(t.data_ptr()) + offsets for t in group])
