@@ -137,10 +137,11 @@ class _Board:
                 break
         else:
             return
-        for ticket in self._tickets:
-            completion = ticket.completion
-            if ticket.written and completion is not None and completion.done():
-                completion.wait()  # takes up what a captured one reports
+        with DeviceScope(self._device):
+            for ticket in self._tickets:
+                completion = ticket.completion
+                if ticket.written and completion is not None and completion.done():
+                    completion.wait()  # takes up what a captured one reports
 
 
 _lock = threading.Lock()
@@ -188,7 +189,6 @@ class Launch:
         "_addresses",
         "_block",
         "_board",
-        "_context",
         "_ctas",
         "_handle",
         "_lock",
@@ -225,7 +225,6 @@ class Launch:
         self._lock = threading.Lock()
         self._board = _board(device)
         self.look = self._board.look
-        self._context = -1  # of the launch before
         with DeviceScope(device):
             self._state: DeviceState = device_state(device)
             self._handle = kernel.handle()
@@ -267,9 +266,8 @@ class Launch:
         given work for it before.
         """
         owner = self.owner
-        if owner.context_current() != self._context:
+        if owner.context_device() != self.device:
             with DeviceScope(self.device):
-                self._context = owner.context_current()
                 return self.start(stream, tensors, captured, refs, after, enqueued)
         books, board = self._state.books, self._board
         operation = books.begin(stream, captured=True) if captured else books.begin(stream)
