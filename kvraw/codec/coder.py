@@ -6,30 +6,38 @@ from typing import Any
 
 from kvraw.codec import args, cpu, gpu
 from kvraw.codec.operands import Job
-from kvraw.engines.grid import Launches, Operation
+from kvraw.engines.grid import Launch, Launches, Operation, capturing, key_of
 from kvraw.runtime.stream import stream_handle
 
-__all__ = ["decode_into", "encode_into", "write_cdf"]
+__all__ = ["decode_into", "encode_into", "prepare", "write_cdf"]
 
 
 _launches = Launches()
 
 
-def _run(what: str, tensors: tuple[Any, ...], flags: int, stream: Any) -> Operation:
+def prepare(what: str, flags: int, tensors: tuple[Any, ...]) -> tuple[Launch, Job] | None:
+    """The launch of a call on a GPU; None where there is nothing to launch: a call in host memory is done then."""
+    job = Job.make(*tensors, out="out" if what == "encode" else "", flags=flags)
+    if job.device is None:
+        cpu.run_job(what, job)
+        return None
+    return (gpu.launch_of(what, job), job) if job.streams else None
+
+
+def _run(what: str, flags: int, tensors: tuple[Any, ...], stream: Any) -> Operation:
     """`tensors` is symbols, distributions, streams and lengths, or the first two."""
-    key, launch = _launches.get((what, flags), tensors)
+    key = key_of((what, flags), *tensors)
+    launch = _launches.get(key)
     if launch is None:
-        job = Job.make(*tensors, out="out" if what == "encode" else "", flags=flags)
-        if job.device is None:
-            cpu.run_job(what, job)
+        made = prepare(what, flags, tensors)
+        if made is None:
             return Operation()
-        handle = stream_handle(stream)
-        if job.streams == 0:
-            return Operation()
-        launch = gpu.launch_of(what, job)
+        launch, job = made
+        if key is None:
+            return launch.enqueue(stream_handle(stream), (job,))
         _launches.put(key, launch)
-        return launch.enqueue(handle, (job,))
-    return launch.enqueue(stream_handle(stream), tensors)
+    handle = stream_handle(stream)
+    return Operation(launch.start(handle, tensors, capturing(handle)))
 
 
 def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None) -> Operation:
@@ -59,7 +67,7 @@ def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None
     LayoutError, TypeError, PlacementError, BoundsError
         Shapes, element types or places do not fit, or a symbol is outside the alphabet; says which.
     """
-    return _run("cdf", (symbols, out), args.CLAMP if clamp else 0, stream)
+    return _run("cdf", args.CLAMP if clamp else 0, (symbols, out), stream)
 
 
 def encode_into(cdf: Any, symbols: Any, out: Any, lengths: Any, *, stream: Any = None) -> Operation:
@@ -85,7 +93,7 @@ def encode_into(cdf: Any, symbols: Any, out: Any, lengths: Any, *, stream: Any =
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit, or a distribution does not rise.
     """
-    return _run("encode", (symbols, cdf, out, lengths), 0, stream)
+    return _run("encode", 0, (symbols, cdf, out, lengths), stream)
 
 
 def decode_into(cdf: Any, data: Any, lengths: Any, out: Any, *, packed: bool = False, stream: Any = None) -> Operation:
@@ -113,4 +121,4 @@ def decode_into(cdf: Any, data: Any, lengths: Any, out: Any, *, packed: bool = F
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit, or a distribution does not rise.
     """
-    return _run("decode", (out, cdf, data, lengths), args.PACKED if packed else 0, stream)
+    return _run("decode", args.PACKED if packed else 0, (out, cdf, data, lengths), stream)

@@ -12,7 +12,9 @@ from kvraw.engines.kernel_args import divider
 from kvraw.ptx.loader import read_ptx
 from kvraw.runtime.module import ArgumentBlock, Kernel
 
-__all__ = ["launch_of", "run_job", "run_pack"]
+__all__ = ["TENSORS", "launch_of", "run_job", "run_pack"]
+
+TENSORS = ("symbols", "cdf", "bytes", "lengths")  # fields of the block that take the addresses of a call's tensors
 
 PACK_THREADS = 256
 
@@ -50,7 +52,8 @@ def launch_of(what: str, job: Job) -> Launch:
     size = 32 if job.alphabet <= 32 else 64 if job.alphabet <= 64 else 256
     threads = 32 if size > 64 else 64  # as in codec_args.h
     error = job.without_owners().error
-    return Launch(job.device, stream_kernel(what, size), fill(job), -(-job.streams // threads), threads, error)
+    ctas = -(-job.streams // threads)
+    return Launch(job.device, stream_kernel(what, size), fill(job), ctas, threads, error, TENSORS)
 
 
 def run_job(what: str, job: Job, stream: int, refs: tuple[object, ...] = (), then: Any = None) -> Operation:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.arrays import TensorView, host_bytes
+from kvraw.arrays import TensorView, dtype_name, host_bytes, tensor_view
 from kvraw.codec import args, cpu, gpu
 from kvraw.codec.arena import Arena, give_arena, offsets, take_arena
 from kvraw.codec.encoded import Encoded
@@ -39,15 +39,26 @@ def dense(address: int, shape: tuple[int, ...], itemsize: int, device: int | Non
     return TensorView(address, shape, strides, itemsize, device, owner)
 
 
-def encode(symbols: Any, alphabet: int, *, cdf: Any = None, stream: Any = None) -> Encoded:
+def _alphabet(symbols: Any, view: TensorView, cdf: Any) -> int:
+    """The alphabet where none is given."""
+    if cdf is not None:
+        return tensor_view(cdf).shape[-1] - 1
+    if common_device({"symbols": view}) is not None:
+        raise TypeError("alphabet is not given; symbols on a GPU need it")
+    kind = np.int8 if dtype_name(symbols) == "int8" else np.uint8
+    found = np.ndarray(view.shape, kind, host_bytes(view).data, strides=view.strides)
+    return max(int(found.max(initial=0)), 0) + 1
+
+
+def encode(symbols: Any, alphabet: int | None = None, *, cdf: Any = None, stream: Any = None) -> Encoded:
     """Code symbols; returns when it is done.
 
     Parameters
     ----------
     symbols : tensor of uint8 or int8, [layers, tokens, channels]
         In host memory or on a GPU; any non-negative strides.
-    alphabet : int
-        Symbols are below it; 1 to 256.
+    alphabet : int, optional
+        Symbols are below it; 1 to 256. Default: that of `cdf`, else one more than the largest symbol in host memory.
     cdf : tensor of int16 or uint16, optional
         [layers, channels, alphabet + 1], beside the symbols; default: each channel's own distribution.
     stream : object
@@ -59,6 +70,8 @@ def encode(symbols: Any, alphabet: int, *, cdf: Any = None, stream: Any = None) 
         A symbol is outside the alphabet, a distribution does not rise, or something does not fit; says which.
     """
     view = take("symbols", symbols, 3, ("uint8", "int8"), 1, dense=False)
+    if alphabet is None:
+        alphabet = _alphabet(symbols, view, cdf)
     if not 1 <= alphabet <= MOST_SYMBOLS:
         raise BoundsError(f"alphabet is {alphabet}, must be in [1, {MOST_SYMBOLS}]")
     if cdf is not None and take("cdf", cdf, 3, ("int16", "uint16"), 2).shape[2] != alphabet + 1:

@@ -43,6 +43,13 @@ __device__ __forceinline__ uint4 load_v4(u64 from)
     return v;
 }
 
+__device__ __forceinline__ uint2 load_v2(u64 from)
+{
+    uint2 v;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+    return v;
+}
+
 __device__ __forceinline__ void store_v4(u64 to, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

@@ -34,6 +34,18 @@ class Artifact:
 _CODEC = ("codec_args.h", "arith.h")
 _QUANTIZE = ("quantize_args.h", "arith.h")
 _ROPE = ("rope_args.h", "arith.h")
+
+
+def _rope(name: str, vector: int, neighbours: bool = False) -> Artifact:
+    kernel = f"rope_{name}_v{vector}{'_neighbours' * neighbours}"
+    # Arithmetic in bf16 came with compute capability 8.0; without it, rounding takes longer than memory does.
+    native = name == "bf16" and vector == 16
+    kind = {"fp32": 32, "fp16": 16, "bf16": 191}[name]
+    options = {"NAME": f"kvraw_{kernel}", "TYPE": kind, "VECTOR": vector, "NATIVE": int(native)}
+    defines = tuple(f"{key}={value}" for key, value in (options | {"NEIGHBOURS": int(neighbours)}).items())
+    return Artifact(f"{kernel}.ptx", "rope.cu", _ROPE, defines, "compute_80" if native else TARGET)
+
+
 ARTIFACTS = (
     *(Artifact(f"copy_v{width}.ptx", "copy.cu", ("copy_args.h",), (f"VEC={width}",)) for width in (16, 8, 4, 2, 1)),
     *(
@@ -44,18 +56,8 @@ ARTIFACTS = (
     Artifact("codec_pack.ptx", "codec_pack.cu", _CODEC),
     Artifact("quantize.ptx", "quantize.cu", _QUANTIZE, ("BACK=0",)),
     Artifact("dequantize.ptx", "quantize.cu", _QUANTIZE, ("BACK=1",)),
-    *(
-        Artifact(f"rope_{name}_v{vector}.ptx", "rope.cu", _ROPE, (f"TYPE={kind}", f"VECTOR={vector}", "NATIVE=0"))
-        for name, kind, vector in (
-            ("fp32", 32, 16),
-            ("fp32", 32, 4),
-            ("fp16", 16, 16),
-            ("fp16", 16, 2),
-            ("bf16", 0xBF, 2),
-        )
-    ),
-    # Arithmetic in bf16 came with compute capability 8.0; without it, rounding takes longer than memory does.
-    Artifact("rope_bf16_v16.ptx", "rope.cu", _ROPE, ("TYPE=191", "VECTOR=16", "NATIVE=1"), "compute_80"),
+    *(_rope(*variant) for variant in (("fp32", 4), ("fp16", 2), ("bf16", 2))),
+    *(_rope(name, 16, neighbours) for name in ("fp32", "fp16", "bf16") for neighbours in (False, True)),
 )
 
 

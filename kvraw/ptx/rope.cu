@@ -1,9 +1,11 @@
 // Takes the rotation of keys at their old positions back and applies that of the new ones, in place. Every product and
 // every sum is rounded to the keys' type, as if each were an operation of its own.
 //
-// A thread takes one vector of pairs in up to HEADS heads of a token, which share the cosines and sines. The builder
-// fixes TYPE (32, 16 or 191 for fp32, fp16, bf16), VECTOR (16 bytes, or one element) and, for bf16, whether the target
-// has arithmetic of that type (NATIVE).
+// A thread takes the pairs of two vectors in up to HEADS heads of a token, which share the cosines and sines. The two lie
+// half a rotary dimension apart, also where pairs are neighbours: so a warp's accesses fill whole sectors. The builder
+// fixes NAME, TYPE (32, 16 or 191 for fp32, fp16, bf16), VECTOR (16 bytes, or one element), for bf16 whether the target
+// has arithmetic of that type (NATIVE), and for vectors whether pairs are neighbours (NEIGHBOURS): a branch between the
+// two ways to load would make the one wait for the other's registers.
 #include "rope_args.h"
 
 #define HEADS 4
@@ -13,16 +15,6 @@
 #define WORDS 4
 #else
 #define WORDS 1
-#endif
-
-#define CONCAT_(a, b, c, d) a##b##c##d
-#define CONCAT(a, b, c, d) CONCAT_(a, b, c, d)
-#if TYPE == 32
-#define NAME fp32
-#elif TYPE == 16
-#define NAME fp16
-#else
-#define NAME bf16
 #endif
 
 // A word holds one fp32 element or two of 16 bits, for one vector operation.
@@ -109,6 +101,17 @@ __device__ __forceinline__ void store(u64 to, const u32 *words)
 #endif
 }
 
+// The cosines or sines of a thread's pairs. Of neighbouring pairs, a vector of the key has half as many as it has elements.
+__device__ __forceinline__ void load_angles(u32 *words, u64 row, u32 step, u32 half)
+{
+#if VECTOR == 16 && NEIGHBOURS
+    const uint2 first = load_v2(row + step / 2), second = load_v2(row + (half + step) / 2);
+    words[0] = first.x, words[1] = first.y, words[2] = second.x, words[3] = second.y;
+#else
+    load(words, row + step);
+#endif
+}
+
 // Two vectors of neighbouring pairs become one of first and one of second elements, and back.
 __device__ __forceinline__ void split(u32 *x, u32 *y)
 {
@@ -154,7 +157,7 @@ __device__ __forceinline__ i64 position(u64 list, u64 token, u32 narrow)
     return narrow ? (int)load_u32(list + token * 4) : (i64)load_u64(list + token * 8);
 }
 
-extern "C" __global__ void __launch_bounds__(256) CONCAT(kvraw_rope_, NAME, _v, VECTOR)(const RopeArgs a)
+extern "C" __global__ void __launch_bounds__(256) NAME(const RopeArgs a)
 {
     const u64 unit = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (unit >= a.units)
@@ -170,11 +173,17 @@ extern "C" __global__ void __launch_bounds__(256) CONCAT(kvraw_rope_, NAME, _v, 
         report(a.status, token, second, second ? (u64)after : (u64)before);
         return;
     }
-    const bool interleaved = a.flags & INTERLEAVED;
-    const u32 step = vector * VECTOR, apart = interleaved ? VECTOR : a.half;
-    const u64 key = a.key + token * a.key_token + (u64)(group * HEADS) * a.key_head + (interleaved ? 2 * step : step);
+    const u32 step = vector * VECTOR;
+#if VECTOR == 16
+    const bool split_up = NEIGHBOURS;
+    const u32 at = step, apart = a.half;
+#else
+    const bool split_up = false, interleaved = a.flags & INTERLEAVED;
+    const u32 at = interleaved ? 2 * step : step, apart = interleaved ? VECTOR : a.half;
+#endif
+    const u64 key = a.key + token * a.key_token + (u64)(group * HEADS) * a.key_head + at;
     const u32 heads = min(a.heads - group * HEADS, HEADS);
-    const u64 old_row = a.cache + before * a.cache_row + step, new_row = a.cache + after * a.cache_row + step;
+    const u64 old_row = a.cache + before * a.cache_row, new_row = a.cache + after * a.cache_row;
     u32 x[HEADS][WORDS], y[HEADS][WORDS], oc[WORDS], os[WORDS], nc[WORDS], ns[WORDS];
 #pragma unroll
     for (u32 h = 0; h < HEADS; ++h)
@@ -182,14 +191,14 @@ extern "C" __global__ void __launch_bounds__(256) CONCAT(kvraw_rope_, NAME, _v, 
             load(x[h], key + h * a.key_head);
             load(y[h], key + h * a.key_head + apart);
         }
-    load(oc, old_row);
-    load(os, old_row + a.half);
-    load(nc, new_row);
-    load(ns, new_row + a.half);
+    load_angles(oc, old_row, step, a.half);
+    load_angles(os, old_row + a.half, step, a.half);
+    load_angles(nc, new_row, step, a.half);
+    load_angles(ns, new_row + a.half, step, a.half);
 #pragma unroll
     for (u32 h = 0; h < HEADS; ++h)
         if (h < heads) {
-            if (interleaved)
+            if (split_up)
                 split(x[h], y[h]);
 #pragma unroll
             for (int k = 0; k < WORDS; ++k) {
@@ -198,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(256) CONCAT(kvraw_rope_, NAME, _v, 
                 x[h][k] = sub(mul(u, nc[k]), mul(v, ns[k]));
                 y[h][k] = add(mul(v, nc[k]), mul(u, ns[k]));
             }
-            if (interleaved)
+            if (split_up)
                 join(x[h], y[h]);
             store(key + h * a.key_head, x[h]);
             store(key + h * a.key_head + apart, y[h]);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from kvraw.arrays import ASK_DRIVER, IndexVector, TensorView, dtype_name, host_bytes, index_vector, tensor_view
 from kvraw.engines.cpu import in_parts
 from kvraw.engines.device_state import DeviceState, Upload, device_state
-from kvraw.engines.grid import Launch, Launches, Operation
+from kvraw.engines.grid import Launch, Launches, Operation, capturing, key_of
 from kvraw.engines.kernel_args import divider
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.ptx.loader import read_ptx
@@ -23,7 +24,7 @@ from kvraw.runtime.memory import locate
 from kvraw.runtime.module import ArgumentBlock, Kernel
 from kvraw.runtime.stream import stream_handle
 
-__all__ = ["rerotate_keys"]
+__all__ = ["Call", "launch_key", "rerotate_keys"]
 
 THREADS = 256
 _SPLIT_ELEMENTS = 1 << 16
@@ -34,6 +35,7 @@ _DTYPES: dict[str, tuple[str, int, Any]] = {
     "bfloat16": ("bf16", 2, np.int16),
 }
 _NAMES = ("old_positions", "new_positions")
+_TENSORS = ("key", *_NAMES, "cache")  # fields of the block that take the addresses of a call's tensors
 _launches = Launches()
 
 
@@ -182,30 +184,92 @@ def rerotate_keys(
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit.
     """
+    options = (neox, head_size, head_stride, dtype, check)
     tensors = (key, old_positions, new_positions, cos_sin_cache)
-    found, launch = _launches.get((neox, head_size, head_stride, dtype, check), tensors)
-    if launch is not None:
-        return launch.enqueue(stream_handle(stream), tensors)
-    r = _take(key, cos_sin_cache, neox, head_size, head_stride, dtype)
-    old, new = (_positions(n, v, r, check) for n, v in zip(_NAMES, (old_positions, new_positions), strict=True))
-    if r.device is None:
-        if old.host is None or new.host is None:
-            raise PlacementError("key is in host memory, positions lie on a device")
-        if r.tokens and r.heads and r.half:
-            _on_host(r, old, new)
-        return Operation()
+    found = launch_key(options, *tensors)
+    launch = _launches.get(found)
+    if launch is None:
+        call = Call.take(tensors, neox, head_size, head_stride, dtype, check)
+        if call is None:
+            return Operation()
+        handle = stream_handle(stream)
+        if found is None or call.on_host:
+            return call.enqueue(handle)
+        launch = call.launch()
+        _launches.put(found, launch)
     handle = stream_handle(stream)
-    if not (r.tokens and r.heads and r.half):
-        return Operation()
-    for name, index in zip(_NAMES, (old, new), strict=True):
-        if index.device not in (None, ASK_DRIVER, r.device):
-            raise PlacementError(f"{name} lie on device {index.device}, key on device {r.device}")
-    with DeviceScope(r.device):
-        upload = _send(device_state(r.device), (old, new), handle)
-        launch = _launch(r, (old, new), check, upload)
-        if upload is None:
-            _launches.put(found, launch)
-        return launch.enqueue(handle, (r, old, new), upload)
+    return Operation(launch.start(handle, tensors, capturing(handle)))
+
+
+def launch_key(options: object, key: Any, old: Any, new: Any, cache: Any) -> tuple[Any, ...] | None:
+    """What a launch for torch tensors depends on; None for other tensors."""
+    try:
+        # The width of the kernel's accesses hangs on the alignment.
+        return key_of((options, (key.data_ptr() | cache.data_ptr()) & 15), key, old, new, cache)
+    except AttributeError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call on a GPU with something to do, taken in and checked."""
+
+    _rotation: _Rotation
+    _positions: tuple[IndexVector, IndexVector]
+    _check: bool
+
+    @classmethod
+    def take(
+        cls,
+        tensors: tuple[Any, Any, Any, Any],
+        neox: bool,
+        head_size: int | None,
+        head_stride: int | None,
+        dtype: str | None = None,
+        check: bool = True,
+    ) -> Call | None:
+        """Take in keys, old and new positions and the cache; None where nothing is left to do.
+
+        A call in host memory is carried out.
+        """
+        key, old_positions, new_positions, cache = tensors
+        r = _take(key, cache, neox, head_size, head_stride, dtype)
+        old, new = (_positions(n, v, r, check) for n, v in zip(_NAMES, (old_positions, new_positions), strict=True))
+        if r.device is None:
+            if old.host is None or new.host is None:
+                raise PlacementError("key is in host memory, positions lie on a device")
+            if r.tokens and r.heads and r.half:
+                _on_host(r, old, new)
+            return None
+        if not (r.tokens and r.heads and r.half):
+            return None
+        for name, index in zip(_NAMES, (old, new), strict=True):
+            if index.device not in (None, ASK_DRIVER, r.device):
+                raise PlacementError(f"{name} lie on device {index.device}, key on device {r.device}")
+        return cls(r, (old, new), check)
+
+    @property
+    def device(self) -> int:
+        """Where the keys lie."""
+        assert self._rotation.device is not None
+        return self._rotation.device
+
+    @property
+    def on_host(self) -> bool:
+        """Whether positions lie on the host."""
+        return any(p.host is not None for p in self._positions)
+
+    def launch(self, upload: Upload | None = None) -> Launch:
+        """The launch for it, which holds no tensor; positions on the host are in `upload`."""
+        return _launch(self._rotation, self._positions, self._check, upload)
+
+    def enqueue(self, stream: int, told: Callable[[Exception], None] | None = None) -> Operation:
+        """Enqueue it once, with its positions where they are on the host."""
+        with DeviceScope(self.device):
+            upload = _send(device_state(self.device), self._positions, stream)
+            launch = self.launch(upload)
+            launch.told = told
+            return launch.enqueue(stream, (self._rotation, *self._positions), upload)
 
 
 def _kernels() -> ModuleType:
@@ -227,8 +291,8 @@ def _on_host(r: _Rotation, old: IndexVector, new: IndexVector) -> None:
 
 
 @functools.cache
-def _kernel(name: str, vector: int) -> Kernel:
-    return Kernel(read_ptx(f"rope_{name}_v{vector}.ptx"), f"kvraw_rope_{name}_v{vector}")
+def _kernel(name: str) -> Kernel:
+    return Kernel(read_ptx(f"{name}.ptx"), f"kvraw_{name}")
 
 
 def _vector(r: _Rotation) -> int:
@@ -269,7 +333,9 @@ def _launch(r: _Rotation, positions: tuple[IndexVector, IndexVector], check: boo
             f"{_NAMES[which]}[{token}] is {signed}, must be in [0, {limit}); the kernel left out every such token"
         )
 
-    return Launch(r.device, _kernel(_DTYPES[r.dtype][0], vector), block, -(-units // THREADS), THREADS, explain)
+    neighbours = vector == 16 and not r.neox  # the kernels of single elements do both, by a flag
+    kernel = _kernel(f"rope_{_DTYPES[r.dtype][0]}_v{vector}{'_neighbours' * neighbours}")
+    return Launch(r.device, kernel, block, -(-units // THREADS), THREADS, explain, _TENSORS)
 
 
 def _send(state: DeviceState, positions: tuple[IndexVector, IndexVector], stream: int) -> Upload | None:

@@ -103,10 +103,29 @@ def test_an_output_that_is_too_small_names_the_channel_and_the_need(place: Place
             ).wait()
         assert lengths.fetch()[1, 37] == need
         streams = out.fetch()
+        for k, c in ((1, 36), (1, 38)):  # nothing of it lies in its neighbours' slots
+            size = lengths.fetch()[k, c]
+            assert streams[k, c, :size].tobytes() == oracle.encode_channel(table[k, c].tolist(), [0] * 50)
+            assert (streams[k, c, size:] == 0xEE).all()
         assert (
             oracle.decode_channel(table[0, 3].tolist(), streams[0, 3].tobytes()[: lengths.fetch()[0, 3]], 50)
             == [0] * 50
         )
+
+
+def test_bits_that_wait_without_end(place: Place) -> None:
+    """Halves that meet in the middle of the interval keep every bit waiting, past any word of output."""
+    table = np.tile(np.array([0, 16384, 49152, 65535], np.uint16), (1, 3, 1))
+    symbols = np.ones((1, 150, 3), np.uint8)
+    symbols[0, 100] = symbols[0, 149] = (0, 1, 2)
+    want = [oracle.encode_channel(table[0, c].tolist(), symbols[0, :, c].tolist()) for c in range(3)]
+    put = [place.put(a) for a in (table, symbols, np.zeros((1, 3, 64), np.uint8), np.zeros((1, 3), np.int32))]
+    cdf, given, out, lengths = (p.tensor for p in put)
+    codec.encode_into(cdf, given, out, lengths, stream=place.stream).wait()
+    assert [put[2].fetch()[0, c, : put[3].fetch()[0, c]].tobytes() for c in range(3)] == want
+    found = place.put(np.full(symbols.shape, 0xCC, np.uint8))
+    codec.decode_into(cdf, out, lengths, found.tensor, stream=place.stream).wait()
+    np.testing.assert_array_equal(found.fetch(), symbols)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8])

@@ -29,6 +29,10 @@ class TorchLike:
     def __init__(self, place: Place, values: np.ndarray) -> None:
         self.array: DeviceArray = place.put(values)
         self.shape, self.dtype, self.device = values.shape, values.dtype, Where("cuda", 0)
+        self.is_cuda = True
+
+    def get_device(self) -> int:
+        return 0
 
     def data_ptr(self) -> int:
         return self.array.address

@@ -97,6 +97,18 @@ def test_flat_keys_with_a_stride(dtype: str, place: Place) -> None:
     check(key.fetch().reshape(want.shape), want, dtype)
 
 
+def test_positions_of_two_widths(place: Place) -> None:
+    rng = np.random.default_rng(6)
+    key, cache = rng.standard_normal((9, 2, 16)).astype(np.float32), table(30, 16, "float32")
+    positions = rng.integers(0, 30, (2, 9))
+    want = oracle.rerotate(key, positions[0], positions[1], cache, True, "float32")
+    for old, new in ((np.int64, np.int32), (np.int32, np.int64)):
+        held = place.put(key)
+        given = [place.put(p.astype(w)).tensor for p, w in zip(positions, (old, new), strict=True)]
+        rerotate_keys(held.tensor, *given, place.put(cache).tensor, stream=place.stream).wait()
+        check(held.fetch(), want, "float32")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("size", [64, 10])

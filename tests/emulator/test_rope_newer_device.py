@@ -43,13 +43,14 @@ def newer() -> Iterator[Newer]:
 def test_keys(shape: tuple[int, ...], neox: bool, newer: Newer) -> None:
     test_rope.test_keys(shape, neox, "bfloat16", Place(0))
     aligned = shape[2] % 16 == 0 and shape[4] % 8 == 0 and not shape[5]
-    assert newer.kernels == ["kvraw_rope_bf16_v16" if aligned else "kvraw_rope_bf16_v2"]
+    wide = "kvraw_rope_bf16_v16" if neox else "kvraw_rope_bf16_v16_neighbours"
+    assert newer.kernels == [wide if aligned else "kvraw_rope_bf16_v2"]
 
 
 @pytest.mark.parametrize("neox", [True, False])
 def test_any_bits(neox: bool, newer: Newer) -> None:
     test_rope.test_any_bits(64, neox, "bfloat16", Place(0))
-    assert newer.kernels == ["kvraw_rope_bf16_v16"]
+    assert newer.kernels == ["kvraw_rope_bf16_v16" if neox else "kvraw_rope_bf16_v16_neighbours"]
 
 
 def test_older_devices_take_single_elements(fake: FakeDriver) -> None:

@@ -69,6 +69,19 @@ def test_pending_bits_without_end() -> None:
         np.testing.assert_array_equal(codec.decode(encoded), symbols)
 
 
+def test_an_alphabet_that_is_not_given_is_found() -> None:
+    symbols = np.random.default_rng(2).integers(0, 11, (2, 40, 9)).astype(np.uint8)
+    symbols[1, 3, 4] = 13
+    for these, alphabet in ((symbols, 14), (symbols.astype(np.int8), 14), (symbols[:1, ::2], 11), (symbols[:0], 1)):
+        encoded = codec.encode(these)
+        assert encoded.alphabet == alphabet
+        np.testing.assert_array_equal(codec.decode(encoded), these)
+    table = oracle.cdf(symbols, 20)
+    assert codec.encode(symbols, cdf=table).to_bytes() == codec.encode(symbols, 20).to_bytes()
+    with pytest.raises(kvraw.BoundsError, match="symbols holds 253 in layer 0, channel 0"):
+        codec.encode(np.array([[[-3]], [[5]]], np.int8))
+
+
 def test_many_streams_on_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     symbols = np.clip(np.rint(rng.normal(16, 4, (4, 100, 1000))), 0, 31).astype(np.uint8)

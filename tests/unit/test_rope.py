@@ -32,6 +32,49 @@ def test_beside_torch(rotary: int, size: int, neox: bool, dtype: str) -> None:
     assert torch.equal(key, want)
 
 
+F32 = np.ndarray
+
+
+def fused(a: F32, b: F32, c: F32, d: F32, other: bool) -> F32:
+    """``a * b + c * d`` in fp32 with one of the products not rounded, as compilers make it where they may."""
+    kept, rounded = (c * d.astype(np.float64), a * b) if other else (a * b.astype(np.float64), c * d)
+    out: F32 = (kept + rounded).astype(np.float32)  # fp64 holds the product, and more than twice the sum's digits
+    return out
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("back", [False, True], ids=["one rotation", "two rotations"])
+def test_fp32_beside_fused_products(back: bool, other: bool) -> None:
+    """A product that is not rounded moves the sum of a rotation by one unit in the last place, of the larger product.
+
+    Or of the sum where that is larger. Under cancellation the sum itself may be far smaller than that unit. Two
+    rotations make four, of the largest product that a pair meets.
+    """
+    rng = np.random.default_rng(5)
+    key = rng.standard_normal((4000, 4, 64)).astype(np.float32)
+    angle = rng.uniform(0, 2 * np.pi, (4001, 32))
+    angle[0] = 0
+    cache = np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
+    old = rng.integers(0, 4001, 4000) if back else np.zeros(4000, np.int64)
+    new = rng.integers(0, 4001, 4000)
+    found = key.copy()
+    rerotate_keys(found, old, new, cache)
+    x, y = key[..., :32], key[..., 32:]
+    (oc, os), (nc, ns) = (np.split(cache[p][:, None], 2, axis=2) for p in (old, new))
+    u, v = fused(x, oc, y, os, other), fused(y, oc, -x, os, other)
+    want = np.concatenate([fused(u, nc, -v, ns, other), fused(v, nc, u, ns, other)], 2)
+    products = [np.abs(p) for p in (x * oc, y * os, y * oc, x * os, u * nc, v * ns, v * nc, u * ns)]
+    if back:
+        unit = np.spacing(np.maximum.reduce(products))
+        bound = 4 * np.concatenate([unit, unit], 2)
+    else:
+        larger = np.concatenate([np.maximum(*products[4:6]), np.maximum(*products[6:])], 2)
+        bound = np.spacing(np.maximum(larger, np.abs(want)))
+    apart = np.abs(found - want)
+    assert (apart <= bound).all()
+    assert 0.1 < (apart > 0).mean() < 0.5
+
+
 def test_there_and_back() -> None:
     rng = np.random.default_rng(0)
     key = rng.standard_normal((300, 4, 64)).astype(np.float32)

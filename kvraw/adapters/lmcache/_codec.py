@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from kvraw.adapters.lmcache._place import current_stream, raise_seen, tensor_device, watch
-from kvraw.codec import decode_into, encode_into, write_cdf
-from kvraw.engines.grid import Operation
-from kvraw.rope import rerotate_keys
+from kvraw.adapters.lmcache._place import raise_seen, watch
+from kvraw.adapters.tensors import current_stream
+from kvraw.codec import args
+from kvraw.codec.coder import prepare
+from kvraw.engines.grid import Failed, Launch, Launches, capturing, key_of
+from kvraw.rope.rotate import Call, launch_key
 
 __all__ = [
     "calculate_cdf",
@@ -18,20 +22,44 @@ __all__ = [
     "rotary_embedding_k_fused_strided",
 ]
 
+_launches = Launches()
 
-def _stream(tensor: Any) -> tuple[int | None, int | None]:
-    """The device of a call and the caller's stream there, after raising what earlier calls left behind."""
-    device = tensor_device(tensor)
-    if device is None:
-        return None, None
+
+@functools.cache
+def _int16() -> Any:
+    import torch
+
+    return torch.int16
+
+
+def _teller(device: int) -> Callable[[Exception], None]:
+    """What makes the next call on a device raise an error."""
+    return lambda error: watch(device, Failed(error))
+
+
+def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
+    """Launch on the caller's stream, after raising what earlier calls left behind."""
+    device = launch.device
     stream = current_stream(device)
-    raise_seen(device, stream)
-    return device, stream
+    captured = capturing(stream)
+    if not captured:  # a capture forbids asking about events
+        launch.look()
+        raise_seen(device, stream)
+    launch.start(stream, tensors, captured)
 
 
-def _noted(device: int | None, operation: Operation) -> None:
-    if device is not None:
-        watch(device, operation)
+def _code(what: str, flags: int, tensors: tuple[Any, ...]) -> None:
+    """`tensors` is symbols, distributions, streams and lengths, or the first two."""
+    key = key_of((what, flags), *tensors)
+    launch = _launches.get(key)
+    if launch is None:
+        made = prepare(what, flags, tensors)
+        if made is None:
+            return
+        launch = made[0]
+        launch.told = _teller(launch.device)
+        _launches.put(key, launch)
+    _start(launch, tensors)
 
 
 def calculate_cdf(input_tensor: Any, num_bins: int) -> Any:
@@ -39,31 +67,25 @@ def calculate_cdf(input_tensor: Any, num_bins: int) -> Any:
 
     A symbol outside the alphabet counts as the nearest inside.
     """
-    import torch
-
     layers, _, channels = input_tensor.shape
-    out = input_tensor.new_empty((layers, channels, num_bins + 1), dtype=torch.int16)
-    device, stream = _stream(input_tensor)
-    _noted(device, write_cdf(input_tensor, out, clamp=True, stream=stream))
+    out = input_tensor.new_empty((layers, channels, num_bins + 1), dtype=_int16())
+    _code("cdf", args.CLAMP, (input_tensor, out))
     return out
 
 
 def encode_fast_new(cdf: Any, input_sym: Any, output_buffer: Any, output_lengths: Any) -> None:
     """Code symbols into `output_buffer`, and write the bytes of each stream into `output_lengths`."""
-    device, stream = _stream(input_sym)
-    _noted(device, encode_into(cdf, input_sym, output_buffer, output_lengths, stream=stream))
+    _code("encode", 0, (input_sym, cdf, output_buffer, output_lengths))
 
 
 def decode_fast_new(cdf: Any, bytestreams: Any, lengths: Any, output: Any) -> None:
     """Decode streams [layers, channels, bytes] into `output`."""
-    device, stream = _stream(output)
-    _noted(device, decode_into(cdf, bytestreams, lengths, output, stream=stream))
+    _code("decode", 0, (output, cdf, bytestreams, lengths))
 
 
 def decode_fast_prefsum(cdf: Any, bytestreams: Any, lengths_prefsum: Any, output: Any) -> None:
     """Decode streams that lie back to back, told apart by inclusive prefix sums of their lengths, into `output`."""
-    device, stream = _stream(output)
-    _noted(device, decode_into(cdf, bytestreams, lengths_prefsum, output, packed=True, stream=stream))
+    _code("decode", args.PACKED, (output, cdf, bytestreams, lengths_prefsum))
 
 
 def rotary_embedding_k_fused(
@@ -83,16 +105,18 @@ def rotary_embedding_k_fused_strided(
     is_neox: bool,
 ) -> None:
     """The same for heads that are `head_stride` elements apart."""
-    device, stream = _stream(key)
-    flat = key if key.dim() == 2 else key.view(key.shape[0], -1)
-    done = rerotate_keys(
-        flat,
-        old_positions,
-        new_positions,
-        cos_sin_cache,
-        neox=is_neox,
-        head_size=head_size,
-        head_stride=head_stride,
-        stream=stream,
-    )
-    _noted(device, done)
+    found = launch_key((is_neox, head_size, head_stride), key, old_positions, new_positions, cos_sin_cache)
+    launch = _launches.get(found)
+    tensors = (key, old_positions, new_positions, cos_sin_cache)
+    if launch is None:
+        flat = key if key.dim() == 2 else key.view(key.shape[0], -1)
+        call = Call.take((flat, *tensors[1:]), is_neox, head_size, head_stride)
+        if call is None:
+            return
+        if call.on_host:
+            call.enqueue(current_stream(call.device), _teller(call.device))
+            return
+        launch = call.launch()
+        launch.told = _teller(launch.device)
+        _launches.put(found, launch)
+    _start(launch, tensors)
