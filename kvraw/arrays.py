@@ -16,7 +16,6 @@ __all__ = [
     "IndexVector",
     "TensorView",
     "dtype_name",
-    "fingerprint",
     "host_bytes",
     "index_vector",
     "is_pointer",
@@ -160,14 +159,6 @@ def dtype_name(tensor: Any) -> str:
     if isinstance(tensor, TensorView):
         return ""
     return str(getattr(tensor, "dtype", "")).removeprefix("torch.")
-
-
-def fingerprint(tensor: Any) -> tuple[Any, ...] | None:
-    """What `tensor_view` and `dtype_name` look at in a torch tensor, at a fraction of their cost; None for others."""
-    try:
-        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    except (AttributeError, TypeError):
-        return None
 
 
 def host_bytes(view: TensorView) -> npt.NDArray[np.uint8]:

@@ -10,6 +10,7 @@ import numpy as np
 from kvraw import config
 from kvraw.arrays import I64, U64
 from kvraw.engines.operands import Operands
+from kvraw.errors import DriverError
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.register import boundaries
@@ -42,8 +43,10 @@ def _side_addresses(
             kept = index >= 0
             index = np.where(kept, index, 0)
     entry: I64 | int = 0
-    if side.page == 1 and not side.table_outer:
+    if side.page == 1:
         offset = index * side.outer
+        if side.table_outer:
+            entry = index * side.table_outer
     else:
         outer, inner = np.divmod(index, side.page)
         entry = outer * side.table_outer
@@ -140,7 +143,12 @@ def enqueue(
         most = config.MAX_BATCH.get()
         for begin in range(0, len(d), most):
             part = slice(begin, begin + most)
-            call.memcpy_batch_async(d.dst[part], d.src[part], d.sizes[part], stream)
+            try:
+                call.memcpy_batch_async(d.dst[part], d.src[part], d.sizes[part], stream)
+            except DriverError as error:
+                if error.index is None:
+                    raise
+                raise DriverError(error.name, error.code, error.call, index=begin + error.index) from error
         return "batch"
     _one_by_one(call, d, stream)
     return "copies one by one"

@@ -16,7 +16,6 @@ import kvraw
 from kvraw.errors import DriverError
 from kvraw.runtime import facts, libc, populate, register
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver
 from kvraw.runtime.host_map import HostOptions
 from kvraw.runtime.memory import locate
 from tests.emulator.fake_driver import FakeDriver
@@ -362,7 +361,6 @@ warnings.simplefilter("ignore")
 import kvraw
 from kvraw.runtime import driver
 from kvraw.runtime.host_map import HostOptions
-from kvraw.runtime.memory import locate
 from tests.emulator.fake_driver import FakeDriver
 driver.install(FakeDriver())
 pools = [kvraw.HostPool(1 << 22, device=0, options=HostOptions(kind=k)) for k in ("anonymous", "shared", "pinned")]
