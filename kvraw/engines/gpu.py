@@ -91,6 +91,7 @@ class GpuPlan:
         self.plan, self.store, self.engine, self.ctas = plan, store, engine, ctas
         self._bases, self._chunk_bytes, self._per_chunk = bases, chunk_bytes, per_chunk
         self.direction = "store" if store else "load"
+        self._check, self._names = check, names
         self.kernel = KernelPlan(plan, ctas=ctas or None, check=check, names=names)
         self._staged: StagedPlan | None = None
         src, dst = plan.src_flat, plan.dst_flat
@@ -110,9 +111,9 @@ class GpuPlan:
         host = call.index.host
         if self._fixed and call.link and host is not None and not call.capturing:
             return self._fixed  # asked for, and nothing speaks against it
-        gaps = host is None
-        if host is not None and self.plan.src_flat.skip_negative | self.plan.dst_flat.skip_negative and call.link:
-            gaps = bool((host[call.first :] < 0).any())
+        gaps = False
+        if call.link and self.plan.src_flat.skip_negative | self.plan.dst_flat.skip_negative:
+            gaps = host is None or bool((host[call.first :] < 0).any())
         key: tuple[object, ...] = (
             call.count,
             call.first % self._per_chunk,
@@ -153,11 +154,11 @@ class GpuPlan:
         if not call.link:
             barred["copy"] = barred["staged"] = "both sides are device memory"
         if call.index.host is None:
-            barred["copy"] = barred["staged"] = "the ids lie on the device"
+            barred["copy"] = "the ids lie on the device"
         if call.capturing:
             barred["copy"] = barred["staged"] = "a stream capture is in progress"
         if gaps and self.store:
-            barred.setdefault("staged", "ids are left out, and whole chunks would overwrite their bytes")
+            barred.setdefault("staged", "ids are or may be left out, and whole chunks would overwrite their bytes")
         whole = self._whole_chunks(call)
         if not whole[1]:
             barred.setdefault("staged", "no chunk is covered whole")
@@ -208,7 +209,16 @@ class GpuPlan:
         """The staged plan and the ring of its direction; an error where a row does not fit a slot."""
         ring = state.arena.ring(self.direction)
         if self._staged is None:
-            self._staged = StagedPlan(self.plan, self.store, self._bases, self._chunk_bytes, ring.nbytes, self.ctas)
+            self._staged = StagedPlan(
+                self.plan,
+                self.store,
+                self._bases,
+                self._chunk_bytes,
+                ring.nbytes,
+                ctas=self.ctas,
+                check=self._check,
+                names=self._names,
+            )
         return self._staged, ring
 
     def _enqueue_staged(self, state: DeviceState, operation: Operation, call: GpuCall) -> None:

@@ -131,12 +131,13 @@ class KernelPlan:
         *,
         link: bool,
         stream: int | None = None,
+        origin: int = 0,
     ) -> None:
         """Enqueue the plan for items `first` to `first + count` on the operation's stream, or on another.
 
         Bases and host indices are read during the call; a table that is the same object as in the call before is taken
         as unchanged. Indices on the device are the caller's to keep. The device's context is current. The operation's
-        error is a `BoundsError` where the kernel met a bad index.
+        error is a `BoundsError` where the kernel met a bad index; it counts indices from `origin`.
         """
         stream = operation.stream if stream is None else stream
         src_index, dst_index = src.index, dst.index
@@ -162,7 +163,7 @@ class KernelPlan:
             if self.check and (src_kind > 1 or dst_kind > 1):
                 word = state.take_status()
                 status = word.device_address
-                operation.report(functools.partial(self._report, word))
+                operation.report(functools.partial(self._report, word, origin))
                 operation.then(functools.partial(state.give_status, word))
             self._write((src, dst), first, count, upload)
             bits = self._bits[0] | self._bits[1]
@@ -237,7 +238,7 @@ class KernelPlan:
             if operands.table is not None:
                 long[ka.TABLE[k]], self._bits[k] = operands.table.address, operands.table.bits
 
-    def _report(self, status: StatusWord) -> Exception | None:
+    def _report(self, status: StatusWord, origin: int) -> Exception | None:
         where = int(status.values[0])
         if not where:
             return None
@@ -245,7 +246,7 @@ class KernelPlan:
         status.values[:] = 0
         side = (self.plan.src_flat, self.plan.dst_flat)[where & 1]
         error = BoundsError(
-            f"{self.names[where & 1]}[{(where >> 1) - 1}] is {value}, must be in [0, {side.limit}); "
+            f"{self.names[where & 1]}[{origin + (where >> 1) - 1}] is {value}, must be in [0, {side.limit}); "
             f"the kernel left out every such entry"
         )
         if self.errors is not None:

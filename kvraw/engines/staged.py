@@ -73,12 +73,25 @@ class StagedPlan:
         Bytes of a staging slot.
     ctas : int, optional
         Most thread blocks of the kernels.
+    check : bool
+        Check indices that lie on the device, in the kernels.
+    names : tuple of str
+        What errors call the source's and the destination's index.
     """
 
     def __init__(
-        self, plan: CopyPlan, store: bool, paged_bases: U64, chunk_bytes: int, slot_bytes: int, ctas: int | None = None
+        self,
+        plan: CopyPlan,
+        store: bool,
+        paged_bases: U64,
+        chunk_bytes: int,
+        slot_bytes: int,
+        *,
+        ctas: int | None = None,
+        check: bool = True,
+        names: tuple[str, str] = ("src_index", "dst_index"),
     ) -> None:
-        self._plan, self._store, self._ctas = plan, store, ctas
+        self._plan, self._store, self._ctas, self._check, self._names = plan, store, ctas, check, names
         self._paged_bases, self._chunk_bytes = paged_bases, chunk_bytes
         self._per_chunk = self._chunk_side(plan).page
         self.chunks_per_slot = slot_bytes // chunk_bytes
@@ -106,7 +119,9 @@ class StagedPlan:
         kernel = self._kernels.get((planes, layers))
         if kernel is None:
             part = replace(self._plan, planes=planes, layers=layers)
-            kernel = self._kernels[planes, layers] = KernelPlan(part, ctas=self._ctas, check=False)
+            kernel = self._kernels[planes, layers] = KernelPlan(
+                part, ctas=self._ctas, check=self._check, names=self._names
+            )
         paged, chunk = self._paged_side(self._plan), self._chunk_side(self._plan)
         entry = plane * paged.table_plane + layer * paged.table_layer
         bases = self._paged_bases[entry:] + np.uint64(plane * paged.plane + layer * paged.layer)
@@ -201,7 +216,8 @@ class StagedPlan:
     ) -> int:
         """Enqueue whole chunks `first_chunk` to `first_chunk + chunks`; returns the slots used.
 
-        The operation's stream waits for all of it. Indices are on the host; `addresses` are the chunks' as the host
+        The operation's stream waits for all of it. Where the kernel is to check indices on the device, a store
+        clears the slots first: what belongs to a bad index becomes zeros. `addresses` are the chunks' as the host
         sees them, `seen` as the device does, and no copy spans one of `edges`. The device's context is current.
         """
         stream, copies, packs = operation.stream, ring.copies.handle, ring.packs.handle
@@ -226,6 +242,8 @@ class StagedPlan:
                 slot = ring.next()
                 slot.acquire(writer)
                 at = [slot.address + k * self._chunk_bytes for k in range(many)]
+                if self._store and index.host is None and self._check:
+                    d.memset_async(slot.address, 0, many * self._chunk_bytes if many > 1 else piece.nbytes, packs)
                 for pack in (True, False) if self._store else (False, True):
                     if pack:
                         self._kernel(state, operation, step, at, index, packs if self._store else stream, link=False)
@@ -250,15 +268,18 @@ class StagedPlan:
         link: bool,
     ) -> None:
         """Enqueue the copy of a step between the cache and the addresses where its bytes of each chunk lie."""
-        assert index.host is not None
         piece, chunk, chunks = step
-        begin = chunk * self._per_chunk
-        ids = index.host[begin : begin + chunks * self._per_chunk]
-        paged = Operands(piece.paged_bases, IndexVector(ids, 0, len(ids)))
+        begin, count = chunk * self._per_chunk, chunks * self._per_chunk
+        if index.host is not None:
+            part = IndexVector(index.host[begin : begin + count], 0, count)
+        else:
+            part = IndexVector(None, index.address + begin * index.width, count, index.width, index.device)
+        paged = Operands(piece.paged_bases, part)
         row = Operands(np.array([(at + piece.base) % 2**64 for at in addresses], np.uint64))
         src, dst = (paged, row) if self._store else (row, paged)
-        count = piece.count if chunks == 1 else chunks * self._per_chunk
-        piece.kernel.enqueue(state, operation, src, dst, piece.first, count, link=link, stream=stream)
+        if chunks == 1:
+            count = piece.count
+        piece.kernel.enqueue(state, operation, src, dst, piece.first, count, link=link, stream=stream, origin=begin)
 
     def _move(self, piece: _Slice, slot: int, addresses: list[int], edges: tuple[int, ...] | None, stream: int) -> None:
         """Enqueue the large copies of one slot, neighbours as one; `edges` None: nothing is to be cut."""

@@ -65,16 +65,15 @@ def _allocation(d: CudaDriver, address: int) -> _Allocation | None:
     found = known.get(number) if number else None
     if found is not None and found.start <= address < found.stop:
         return found
-    info = d.pointer_info(address)
-    if info is None:
-        # Without a current context a driver may know nothing of memory that is pinned.
-        other = active_device() if d.context_device() < 0 else None
-        if other is None:
-            return None
+    # Without a current context the driver does not tell where a GPU sees memory that is pinned.
+    other = active_device() if d.context_device() < 0 else None
+    if other is None:
+        info = d.pointer_info(address)
+    else:
         with DeviceScope(other):
             info = d.pointer_info(address)
-        if info is None:
-            return None
+    if info is None or not info.device_address:
+        return None
     device = None if info.kind == "host" else info.device
     shift = info.device_address - address if device is None else 0
     found = _Allocation(info.base, info.base + info.size, shift, device)

@@ -14,7 +14,8 @@ from kvraw.engines.device_state import device_state
 from kvraw.layout import Geometry
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from tests.helpers.world import World
+from tests.helpers.backends import device_ids
+from tests.helpers.world import TOKENS, World
 
 GEOMETRY = Geometry(layers=2, blocks=64, block_size=4, heads=2, head_size=64, element_size=2)
 ROUNDS = int(os.environ.get("KVRAW_TEST_ROUNDS", "3"))
@@ -153,3 +154,33 @@ def test_a_second_device_is_used_whatever_is_current(device: int) -> None:
         with pytest.raises(kvraw.KvrawError):
             kvraw.store(world.cache, world.chunks, [0], stream=kvraw.Stream(0)).wait()
         world.close()
+
+
+@pytest.mark.parametrize("verb", ["store", "load"])
+def test_a_bad_id_on_the_device_never_shows_what_the_ring_held(race: Race, verb: str) -> None:
+    race.fill(77, race.stream)
+    for _ in range(4):  # whatever slots there are, they hold 77
+        kvraw.store(race.cache, race.chunks, np.arange(32), stream=race.stream, engine="staged").wait()
+    for c in race.chunks:
+        c.numpy()[:] = 3
+    race.fill(5, race.stream)
+    ids = np.arange(32)
+    bad = [1, 13, 30]
+    ids[bad] = 64, -7, 2**40
+    there = device_ids(tuple(ids.tolist()), race.device, race.stream)
+    transfer = getattr(kvraw, verb)(race.cache, race.chunks, there, stream=race.stream, engine="staged")
+    with pytest.raises(
+        kvraw.BoundsError, match=r"block_ids\[(1|13|30)\] is (64|-7|1099511627776), must be in \[0, 64\)"
+    ):
+        transfer.wait()
+    assert transfer.engine == "staged"
+    per = TOKENS // race.geometry.block_size
+    if verb == "store":
+        for at in range(32):
+            found = set(np.unique(race.chunk(at // per)[:, :, at % per]).tolist())
+            assert found <= ({0, 3} if at in bad else {5}), at
+    else:
+        now = race.now()
+        for block in range(64):
+            want = 3 if block in set(ids.tolist()) else 5
+            assert (now[:, :, block] == want).all(), block

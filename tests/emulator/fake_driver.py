@@ -235,22 +235,20 @@ class FakeDriver(FakeStreams):
             raise self._error("CUDA_ERROR_INVALID_VALUE", "host_device_address")
         return block.device_address + address - block.address
 
-    def _knows(self, block: _Block) -> bool:
-        """Without a current context a driver tells nothing of pinned memory."""
-        return block.kind == "device" or bool(self._stack())
-
     def pointer_info(self, address: int) -> PointerInfo | None:
         b = self._find(address)
-        if b is None or not self._knows(b):
+        if b is None:
             return None
         if b.kind == "device":
             return PointerInfo("device", b.device, address, b.address, b.nbytes)
         offset = address - b.address if b.address <= address < b.address + b.nbytes else address - b.device_address
-        return PointerInfo("host", b.device, b.device_address + offset, b.address, b.nbytes)
+        # Without a current context a driver does not tell where a GPU sees pinned memory.
+        seen = b.device_address + offset if self._stack() else 0
+        return PointerInfo("host", b.device, seen, b.address, b.nbytes)
 
     def pointer_number(self, address: int) -> int:
         b = self._find(address)
-        return 0 if b is None or not self._knows(b) else b.number
+        return 0 if b is None else b.number
 
     # copies
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import re
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from kvraw.engines import kernel as kernel_module
@@ -17,7 +17,6 @@ from kvraw.ptx import loader
 from kvraw.runtime import driver as driver_module
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.memory import PinnedBuffer
-from kvraw.runtime.module import Kernel
 from kvraw.runtime.pool import HostPool
 from tests.conformance.test_conformance import CASES, check
 from tests.device import test_transfers
@@ -150,13 +149,14 @@ def upload_not_sent(patch: Patch) -> None:
 
 
 def segment_lost(patch: Patch) -> None:
-    real = Kernel.launch
+    real = FakeDriver.launch
 
-    def launch(self: Kernel, ctas: int, threads: int, stream: int, block: object) -> None:
-        block.record.view(np.uint64)[ka.SEGMENTS] -= 1  # type: ignore[attr-defined]
-        real(self, ctas, threads, stream, block)  # type: ignore[arg-type]
+    def launch(self: FakeDriver, kernel: int, ctas: int, threads: int, stream: int, params: int) -> None:
+        where = ctypes.c_uint64.from_address(params).value
+        ctypes.c_uint64.from_address(where + ka.SEGMENTS * 8).value -= 1
+        real(self, kernel, ctas, threads, stream, params)
 
-    patch.setattr(Kernel, "launch", launch)
+    patch.setattr(FakeDriver, "launch", launch)
 
 
 def divider_rounds_down(patch: Patch) -> None:

@@ -225,7 +225,6 @@ def test_choices_by_size(fake: FakeDriver, direction: str) -> None:
     ("how", "why"),
     [
         ({"link": False}, "both sides are device memory"),
-        ({"on_device": True}, "the ids lie on the device"),
         ({"capturing": True}, "a stream capture is in progress"),
     ],
 )
@@ -236,6 +235,18 @@ def test_only_the_kernel_can(fake: FakeDriver, direction: str, run: int, how: di
     assert why in choice.reason
     with pytest.raises(PlacementError, match=why):
         Call(run, 1, 64, direction, engine="staged").choose(**how)
+
+
+def test_ids_on_the_device(fake: FakeDriver) -> None:
+    for direction in DIRECTIONS:
+        for run, runs, blocks in ((256, 512, 512), (32 * KIB, 64, 32), (2 * MIB, 1, 512)):
+            choice = Call(run, runs, blocks, direction).choose(on_device=True)
+            assert choice.engine == "staged"
+            assert "copy the ids lie on the device" in choice.reason
+        # Slots may be negative, which nothing on the host can tell.
+        choice = Call(256, 512, 512, direction, skip_negative=True).choose(on_device=True)
+        assert choice.engine == ("kernel" if direction == "store" else "staged")
+        assert Call(256, 64, 16, direction).choose(on_device=True).engine == "kernel"
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

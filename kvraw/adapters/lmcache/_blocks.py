@@ -253,8 +253,7 @@ class Blocks:
     def _copy(self, places: list[int], known: bool, ids: IndexVector, skip: int, stream: int | None) -> Any:
         device = self.paged.device
         row = self._on_device(places, known) if device is not None and self._open else None
-        # With ids that only the device sees it is the kernel that copies.
-        if row is None and (self._plan is None or (device is not None and self._open and ids.host is None)):
+        if row is None and self._plan is None:
             row = reach(places, self.nbytes, device)
         if row is not None or self._plan is None:
             assert row is not None
