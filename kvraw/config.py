@@ -70,7 +70,7 @@ ENGINE = Variable(
 )
 CPU_THREADS = Variable("KVRAW_CPU_THREADS", _positive, 0, "threads of the CPU engine; default: usable cores, at most 8")
 MAX_BATCH = Variable("KVRAW_MAX_BATCH", _positive, 8192, "descriptors per batch-memcpy call")
-STAGING_SLOT = Variable("KVRAW_STAGING_SLOT", _size, 24 << 20, "bytes of one staging slot on a GPU, such as 24M")
+STAGING_SLOT = Variable("KVRAW_STAGING_SLOT", _size, 32 << 20, "bytes of one staging slot on a GPU, such as 32M")
 STAGING_DEPTH = Variable("KVRAW_STAGING_DEPTH", _positive, 2, "staging slots per direction and GPU; default 2")
 CTAS = Variable("KVRAW_CTAS", _positive, 0, "thread blocks of the kernel engine; default: 16 to or from host memory")
 

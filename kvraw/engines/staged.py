@@ -29,7 +29,7 @@ __all__ = ["StagedPlan"]
 _FEW = 4  # copies that are enqueued one by one sooner than as a batch
 # A share of a slot: so much goes straight between cache and chunks while the first slot is on its way, so that the link
 # never waits; and the last slot of a load, whose unpacking nothing else overlaps, holds no more.
-_SMALL_SHARE = 12
+_SMALL_SHARE = 16
 
 _Box = dict[str, tuple[int, int]]  # first and count along each axis of a chunk
 
