@@ -7,10 +7,11 @@ from typing import Any
 from kvraw.arrays import pointer_vector
 from kvraw.cache import require_host
 from kvraw.engines import copy_engine, cpu
+from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import device_state
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.runtime.context import DeviceScope, current_device
-from kvraw.runtime.inflight import Completion
+from kvraw.runtime.inflight import Completion, Operation
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["BatchCopy", "memcpy_batch"]
@@ -97,11 +98,9 @@ def memcpy_batch(
     if not len(n):
         return BatchCopy(None)
     with DeviceScope(device):
-        operation = device_state(device).books.begin(handle)
-        try:
-            copy_engine.enqueue(copy_engine.Descriptors(to, at, n), handle, pageable=pageable)
-        except BaseException:
-            operation.enqueued.append(handle)
-            operation.abort()
-            raise
-        return BatchCopy(operation.commit(refs))
+        copies = copy_engine.Descriptors(to, at, n)
+
+        def work(operation: Operation, capturing: bool) -> None:
+            copy_engine.enqueue(copies, operation.stream, capturing=capturing, pageable=pageable)
+
+        return BatchCopy(in_order(device_state(device), handle, work, pageable=pageable, refs=refs))

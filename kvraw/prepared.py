@@ -12,6 +12,7 @@ from kvraw import config
 from kvraw.arrays import ASK_DRIVER, IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
 from kvraw.engines import copy_engine, cpu, reference
+from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.kernel import THREADS, KernelPlan
 from kvraw.engines.operands import DeviceTable, Operands, check_entries, check_host_index
@@ -243,22 +244,11 @@ class PreparedCopy:
 
         The device's context is current. `pageable` says that pageable memory takes part; no copy spans one of `edges`.
         """
-        capturing = driver().stream_capturing(stream)
-        # The batch call refuses the legacy default stream: a stream of ours takes the copies in its place in the order.
-        aside = stream in copy_engine.LEGACY and not capturing and not pageable
-        own = state.side_stream("copy").handle if aside else stream
-        operation = state.books.begin(own, captured=capturing)
-        try:
-            if aside:
-                operation.follow(stream)
+
+        def work(operation: Operation, capturing: bool) -> None:
             self.enqueue_batch(operation, src, dst, first, count, capturing=capturing, pageable=pageable, edges=edges)
-        except BaseException:
-            operation.abort()
-            raise
-        completion = operation.commit(refs)
-        if aside:
-            completion.wait_on(stream)
-        return Copy(completion, "copy", self.device)
+
+        return Copy(in_order(state, stream, work, pageable=pageable, refs=refs), "copy", self.device)
 
     def enqueue_batch(
         self,

@@ -95,7 +95,8 @@ class TransferPlan:
         For a cache on a GPU "kernel", "copy", "staged" or "auto", for one on the host "cpu", "reference" or "auto";
         default: `KVRAW_ENGINE`, else "auto", which takes the fastest for each call on a GPU and "cpu" on the host.
     check : bool
-        Check indices against the cache, on the host where they are there, else in the kernel.
+        Check indices against the cache, on the host where they are there, else in the kernel, which leaves a bad one
+        out: its bytes stay as they were, or become zeros where a store goes through staging slots.
     distinct : bool
         In a load, refuse ids on the host that stand twice; False: which writer wins is left open.
     ctas : int, optional

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvraw import config
 from kvraw.adapters import tensors
 from kvraw.engines import copy_engine
+from kvraw.engines.aside import in_order
 from kvraw.engines.copy_engine import Descriptors
 from kvraw.engines.device_state import device_state
 from kvraw.errors import DriverError
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver
+from kvraw.runtime.inflight import Operation
 
 __all__ = ["enqueue", "holder"]
-
-_MANY = 512  # copies from which on the cap on those of one call is worth a look
 
 
 def enqueue(
@@ -43,40 +41,27 @@ def enqueue(
     if not len(d):
         return
     stream, step = tensors.current_stream(device), most or len(d)
-    if len(d) > _MANY:
-        step = min(step, config.MAX_BATCH.get())
     with DeviceScope(device):
-        state, capturing = device_state(device), driver().stream_capturing(stream)
         pageable = pageable or not tensors.all_pinned(on_host)
-        # The batch call refuses the legacy default stream: a stream of ours takes the copies in its place in the order.
-        aside = stream in copy_engine.LEGACY and not capturing and not pageable
-        own = state.side_stream("copy").handle if aside else stream
-        operation = state.books.begin(own, captured=capturing)
-        try:
-            if aside:
-                operation.follow(stream)
-            operation.enqueued.append(own)
+
+        def work(operation: Operation, capturing: bool) -> None:
             for begin in range(0, len(d), step):
                 part = d
                 if step < len(d):
                     part = Descriptors(*(v[begin : begin + step] for v in (d.dst, d.src, d.sizes)))
                 try:
-                    copy_engine.enqueue(part, own, capturing=capturing, pageable=pageable, edges=edges)
+                    copy_engine.enqueue(part, operation.stream, capturing=capturing, pageable=pageable, edges=edges)
                 except DriverError as error:
                     raise _of_copy(error, copy_engine.split(part, edges), d) from None
-        except BaseException:
-            operation.abort()
-            raise
-        completion = operation.commit(refs)
-        if aside:
-            completion.wait_on(stream)
+
+        in_order(device_state(device), stream, work, pageable=pageable, refs=refs)
 
 
 def _of_copy(error: DriverError, given: Descriptors, d: Descriptors) -> DriverError:
     """The driver's error about what it was given, with the number of the failing copy among `d`."""
     k = error.index
     if k is not None:
-        k = holder(d, given, k) if len(given) <= config.MAX_BATCH.get() else None
+        k = holder(d, given, k)
     return DriverError(error.name, error.code, error.call, index=k)
 
 

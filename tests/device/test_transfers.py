@@ -13,6 +13,7 @@ import pytest
 import kvraw
 from kvraw.layout import Geometry
 from kvraw.runtime.context import DeviceScope, current_device
+from kvraw.runtime.driver import driver
 from tests.helpers.backends import device_ids
 from tests.helpers.world import TOKENS, G, World
 
@@ -249,6 +250,8 @@ def test_memcpy_batch(world: World, legacy: bool) -> None:
     dst = np.uint64(target.address) + np.arange(40, dtype=np.uint64) * np.uint64(size)
     stream = 0 if legacy else world.stream
     kvraw.memcpy_batch(dst, src, np.full(40, size), stream=stream, device=world.device).wait()
+    with DeviceScope(world.device):
+        driver().stream_synchronize(0)  # it waits for the copies, if another stream took them
     np.testing.assert_array_equal(target.numpy().reshape(40, -1), world.paged[0, 0, order].reshape(40, -1))
 
 

@@ -21,12 +21,14 @@ from kvraw.adapters.lmcache._types import (
 )
 from kvraw.arrays import U64, index_vector, pointer_vector
 from kvraw.engines import copy_engine, cpu
+from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import device_state
 from kvraw.engines.operands import Operands, check_host_index
 from kvraw.errors import BoundsError
 from kvraw.formats import FORMATS
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver, driver_or_none
+from kvraw.runtime.driver import driver_or_none
+from kvraw.runtime.inflight import Operation
 from kvraw.runtime.memory import locate_all
 
 __all__ = ["batch_memcpy_supported", "direct_copy_format_supported", "execute_direct_copy_transfer"]
@@ -139,22 +141,10 @@ def execute_direct_copy_transfer(
     with DeviceScope(where):
         stream = current_stream(where)
         raise_seen(where, stream)
-        capturing = driver().stream_capturing(stream)
         pageable = locate_all(pointer_vector("host_ptr", [o.host_ptr for o in objects])).pageable
-        state = device_state(where)
-        # The batch call refuses the legacy default stream: a stream of ours takes the copies in its place in the order.
-        aside = stream in copy_engine.LEGACY and not capturing and not pageable
-        own = state.side_stream("copy").handle if aside else stream
-        operation = state.books.begin(own, captured=capturing)
-        try:
-            if aside:
-                operation.follow(stream)
-            operation.enqueued.append(own)
+
+        def enqueue(operation: Operation, capturing: bool) -> None:
             for d in work:
-                copy_engine.enqueue(d, own, capturing=capturing, pageable=pageable)
-        except BaseException:
-            operation.abort()
-            raise
-        completion = operation.commit(None)
-        if aside:
-            completion.wait_on(stream)
+                copy_engine.enqueue(d, operation.stream, capturing=capturing, pageable=pageable)
+
+        in_order(device_state(where), stream, enqueue, pageable=pageable)
