@@ -128,7 +128,7 @@ class HostKVPool:
         (self._chunk,) = self._pool.chunks(1, each * planes)
         self.bases = np.array([self._chunk.address + k * each for k in range(planes)], np.uint64)
         self.page_size, self.tokens = page_size, tokens
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._calls, self._idle, self._closing = 0, threading.Condition(self._lock), False
         self._mine = _sides(self.layout)
         self._used = np.zeros(geometry.blocks, bool)

@@ -16,7 +16,7 @@ from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
 __all__ = ["Arena", "give_arena", "offsets", "take_arena"]
 
 _ALIGNMENT = 256
-_lock = threading.Lock()
+_lock = threading.RLock()
 _free: weakref.WeakKeyDictionary[CudaDriver, dict[int, list[Arena]]] = weakref.WeakKeyDictionary()
 
 

@@ -52,7 +52,7 @@ class StagingRing:
     """
 
     def __init__(self, device: int, nbytes: int, depth: int) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.nbytes = nbytes
         self.copies, self.packs = Stream(device), Stream(device)
         self._slots = [_Slot(nbytes, device) for _ in range(depth)]
@@ -84,7 +84,7 @@ class StagingArena:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._rings: dict[str, StagingRing] = {}
 
     def ring(self, direction: str) -> StagingRing:

@@ -22,7 +22,7 @@ _SPLIT_BYTES = 1 << 20  # less is done by the calling thread: handing work over 
 _STREAM_BYTES = 8 << 20  # above about a last-level cache's share, stores go past the caches
 _NO_INDEX = np.zeros(0, np.int64)
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _pool: ThreadPoolExecutor | None = None
 _pool_key = (0, 0)
 

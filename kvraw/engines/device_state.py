@@ -64,7 +64,7 @@ class DeviceState:
         self.books = InFlight()
         self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")
         self.arena = StagingArena(device)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._side: dict[str, Stream] = {}
         self._status: list[StatusWord] = []
         self._uploads: dict[int, list[Upload]] = defaultdict(list)
@@ -110,7 +110,7 @@ class DeviceState:
 
 
 _NONE: dict[int, DeviceState] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 _states: weakref.WeakKeyDictionary[CudaDriver, dict[int, DeviceState]] = weakref.WeakKeyDictionary()
 
 

@@ -110,7 +110,7 @@ class _Board:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pages: list[tuple[PinnedBuffer, memoryview[int]]] = []
         self._tickets: list[_Ticket] = []
         self.free: list[_Ticket] = []
@@ -144,7 +144,7 @@ class _Board:
                     completion.wait()  # takes up what a captured one reports
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _boards: weakref.WeakKeyDictionary[CudaDriver, dict[int, _Board]] = weakref.WeakKeyDictionary()
 
 
@@ -222,7 +222,7 @@ class Launch:
         self._words: memoryview[int] = memoryview(block.record.view("u1").data).cast("B").cast("Q")
         self._addresses = tuple(fields[name][1] // 8 for name in addresses)
         self._status = fields["status"][1] // 8
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._board = _board(device)
         self.look = self._board.look
         with DeviceScope(device):

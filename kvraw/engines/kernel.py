@@ -105,7 +105,7 @@ class KernelPlan:
         self._block = ArgumentBlock(ka.ARGS)
         self._long = self._block.record.view(np.uint64)
         self._short = self._block.record.view(np.uint32)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._kind: tuple[object, ...] = ()
         self._pieces: list[_Piece] = []
         self._upload_words = self._width = self._segments = 0

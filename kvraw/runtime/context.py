@@ -11,7 +11,8 @@ from kvraw.runtime.driver import CudaDriver, driver, driver_or_none
 
 __all__ = ["DeviceScope", "active_device", "current_device", "device_to_pin", "gpu_at_hand"]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # as all locks here: a finalizer may run in the midst of what its own thread has locked
+_NONE: dict[int, int] = {}
 # Primary contexts by device, retained for good.
 _primary: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKeyDictionary()
 
@@ -62,6 +63,9 @@ def device_to_pin(device: int | None, pin: bool | None) -> int | None:
 
 
 def _primary_context(d: CudaDriver, device: int) -> int:
+    found = _primary.get(d, _NONE).get(device)
+    if found is not None:
+        return found
     with _lock:
         known = _primary.setdefault(d, {})
         if device not in known:

@@ -340,7 +340,7 @@ class CudaDriver:
             self._fail("cuLaunchKernel", code)
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _driver: CudaDriver | None = None
 _absent: DriverNotFoundError | UnsupportedDriverError | None = None
 _pid = 0

@@ -10,7 +10,7 @@ from kvraw.runtime.driver import CudaDriver, driver
 
 __all__ = ["ArgumentBlock", "Kernel"]
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class Kernel:

@@ -91,7 +91,7 @@ class _Book:
             self.publish()
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _books: weakref.WeakKeyDictionary[CudaDriver, _Book] = weakref.WeakKeyDictionary()
 
 
@@ -106,7 +106,7 @@ def _book(d: CudaDriver) -> _Book:
 def _forget_locks() -> None:
     """In a forked child: a lock that another thread of the parent held would never be released."""
     global _lock, _books
-    _lock, _books = threading.Lock(), weakref.WeakKeyDictionary()
+    _lock, _books = threading.RLock(), weakref.WeakKeyDictionary()
 
 
 os.register_at_fork(after_in_child=_forget_locks)

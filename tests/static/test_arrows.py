@@ -102,6 +102,11 @@ def test_one_module_knows_the_bindings() -> None:
     assert [name for name, path in MODULES.items() if "cuda.bindings" in path.read_text()] == ["kvraw.runtime.driver"]
 
 
+def test_locks_let_their_own_thread_in_again() -> None:
+    # A finalizer runs between any two instructions, also of a block that holds a lock, and gives back what needs it.
+    assert [name for name, path in MODULES.items() if "threading.Lock()" in path.read_text()] == []
+
+
 def test_only_the_package_imports_by_name() -> None:
     dynamic = [
         name for name, path in MODULES.items() if any(w in path.read_text() for w in ("import_module", "__import__"))

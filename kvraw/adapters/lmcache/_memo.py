@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 # By identities and key: the state of the tensors then, weak references whose end takes the entry along, the value.
 _known: dict[tuple[object, ...], tuple[object, list[weakref.ref[Any]], Any]] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def _forget(key: tuple[object, ...], _: object) -> None:

@@ -46,7 +46,7 @@ class _Block:
     pinned: bool = True
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _live: dict[int, _Block] = {}
 
 

@@ -15,7 +15,7 @@ from kvraw.runtime.memory import PinnedBuffer, locate
 __all__ = ["StandIns", "pageable"]
 
 _KEPT = 64 << 20  # bytes of buffers that are kept for the next call, per device
-_lock = threading.Lock()
+_lock = threading.RLock()
 _free: defaultdict[int, list[PinnedBuffer]] = defaultdict(list)
 
 

@@ -211,7 +211,7 @@ def parts_of(number: int, c: Counts, given: tuple[tuple[str, int], ...] = (), wi
     return (Part(layout, row=heads * head_size * c.element),)
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _known: OrderedDict[tuple[object, ...], Paged] = OrderedDict()
 
 

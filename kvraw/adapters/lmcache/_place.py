@@ -21,7 +21,7 @@ __all__ = ["current_stream", "device_index", "raise_seen", "tensor_device", "thi
 
 _log = logging.getLogger("kvraw")
 _watched: defaultdict[int, deque[Transfer | Copy | Operation]] = defaultdict(deque)
-_lock = threading.Lock()
+_lock = threading.RLock()
 _raw_stream: Callable[[int], int] | None = None
 _indices: dict[Any, int | None] = {}  # of devices that were named by something other than a number
 

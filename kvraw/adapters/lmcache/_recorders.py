@@ -114,7 +114,7 @@ class Recorder:
     """Records of one kind: first in, first out per stream."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._queues: dict[tuple[int, int], deque[_Record]] = {}
         self._ready: deque[_Record] = deque()
         self._events: dict[int, list[int]] = {}

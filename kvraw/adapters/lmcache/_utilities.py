@@ -25,7 +25,7 @@ _log = logging.getLogger("kvraw")
 _SEVERAL = (14, 17)
 # What the reference version calls the layouts that later versions name by the whole row (10 and 11 are 12 and 13).
 _REFERENCE = {12: 10, 13: 11}
-_lock = threading.Lock()
+_lock = threading.RLock()
 _known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
 
 
