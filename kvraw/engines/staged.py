@@ -27,8 +27,9 @@ from kvraw.runtime.register import boundaries
 __all__ = ["StagedPlan"]
 
 _FEW = 4  # copies that are enqueued one by one sooner than as a batch
-# A share of a slot: so much goes straight between cache and chunks while the first slot is on its way, so that the link
-# never waits; and the last slot of a load, whose unpacking nothing else overlaps, holds no more.
+# A share of a slot. So much of a store goes straight to the chunks while the first slot is packed, for the link not to
+# wait. The last slot of a load, whose unpacking nothing overlaps, holds no more. Nothing of a load goes straight: on a
+# busy GPU its kernels would wait for multiprocessors twice, one behind the other (benchmarks/README.md).
 _SMALL_SHARE = 16
 
 _Box = dict[str, tuple[int, int]]  # first and count along each axis of a chunk
@@ -194,12 +195,13 @@ class StagedPlan:
             for chunk in range(first_chunk, end, group)
             for piece in self._slices
         ]
+        if not self._store:
+            self._part(steps, False)
+            return None, steps
         self._part(steps, True)
         lead = None
         if len(steps) > 1 and steps[0].piece.nbytes * steps[0].chunks <= 2 * self._small:
             lead = steps.pop(0)
-        if not self._store and len(steps) > 1:
-            self._part(steps, False)
         return lead, steps
 
     def enqueue(
