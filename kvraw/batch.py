@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from kvraw.arrays import pointer_vector
 from kvraw.cache import require_host
 from kvraw.engines import copy_engine, cpu
 from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import device_state
-from kvraw.errors import BoundsError, PlacementError
+from kvraw.errors import BoundsError, DriverError, PlacementError
 from kvraw.runtime.context import DeviceScope, current_device
 from kvraw.runtime.inflight import Completion, Operation
 from kvraw.runtime.stream import stream_handle
@@ -101,6 +103,12 @@ def memcpy_batch(
         copies = copy_engine.Descriptors(to, at, n)
 
         def work(operation: Operation, capturing: bool) -> None:
-            copy_engine.enqueue(copies, operation.stream, capturing=capturing, pageable=pageable)
+            try:
+                copy_engine.enqueue(copies, operation.stream, capturing=capturing, pageable=pageable)
+            except DriverError as error:
+                if error.index is None or kept.all():
+                    raise
+                index = int(np.flatnonzero(kept)[error.index])
+                raise DriverError(error.name, error.code, error.call, index=index) from error
 
         return BatchCopy(in_order(device_state(device), handle, work, pageable=pageable, refs=refs))

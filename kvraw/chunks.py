@@ -41,7 +41,7 @@ class ChunkRow:
     bits : int
         The alignment of the addresses that a device sees, or-ed together; -1 where it was not looked at.
     edges : list of int
-        Addresses inside chunks where one registration of somebody else ends and the next begins, once it was looked up.
+        Where registrations that chunks lie in end, whoever made them, once it was looked up: no copy may span one.
 
     Raises
     ------

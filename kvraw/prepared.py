@@ -203,10 +203,10 @@ class PreparedCopy:
         operation = state.books.begin(stream, captured=captured)
         try:
             self.enqueue_kernel(state, operation, src, dst, first, count, link=link)
+            completion = operation.commit(refs)
         except BaseException:
             operation.abort()
             raise
-        completion = operation.commit(refs)
         if captured and self._errors is not None:
             state.books.lost.append(completion)  # nobody holds it, and nothing tells when the graph is gone
         return Copy(completion, "kernel", self.device)
@@ -224,7 +224,12 @@ class PreparedCopy:
     ) -> None:
         """Enqueue the kernel as a part of an operation, with operands that the caller has checked."""
         if self._errors:
-            raise self._errors.popleft()
+            try:
+                error = self._errors.popleft()
+            except IndexError:  # another thread took it
+                pass
+            else:
+                raise error
         self._kernel.enqueue(state, operation, src, dst, first, count, link=link)
 
     def batch(
@@ -331,7 +336,8 @@ class PreparedCopy:
                     f"{self.names[k]}[{at}] at {int(table[at]):#x} is pageable host memory; the kernel takes pinned, "
                     f"host-registered or device memory"
                 )
-            out[k] = Reached(table, seen, bool((found.devices[part] < 0).any()), pageable=pageable)
+            link = bool((found.devices[part] < 0).any())
+            out[k] = Reached(table, seen, link, found.edges if link else (), pageable=pageable)
         return out
 
     def choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:

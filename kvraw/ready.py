@@ -31,7 +31,7 @@ class Reached:
     link : bool
         Host memory is among them.
     edges : tuple of int
-        Addresses behind them where one registration of somebody else ends and the next begins.
+        Where registrations that they lie in end, whoever made them: no copy may span one.
     pageable : bool
         Pageable host memory is among them, which `seen` has as 0: for the copy engine alone.
     """

@@ -190,7 +190,8 @@ class TransferPlan:
             what the stream is given later sees it. Not needed by the CPU engine, which returns when the copy is done.
         side : bool
             Copy on a stream of kvraw's own, behind what `stream` was given. A load makes `stream` wait for it; after a
-            store `stream` goes on, and whatever overwrites the blocks must wait (`Transfer.wait_on`, `Transfer.wait`).
+            store `stream` goes on, and whatever overwrites the blocks, or ids on the device, must wait
+            (`Transfer.wait_on`, `Transfer.wait`).
 
         Raises
         ------
@@ -250,17 +251,18 @@ class TransferPlan:
             own = state.side_stream(self.direction).handle if side and not capturing else stream
             operation = state.books.begin(own, captured=capturing)
             try:
-                for pool in row.pools:
+                # What a graph uses is its owner's to keep; and a capture forbids the questions that `borrow` may ask.
+                for pool in row.pools if not capturing else ():
                     pool.borrow(operation)
                 if own != stream:
                     operation.follow(stream)
                 edges = tuple(row.edges)
                 call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing, edges, row.bits)
                 choice = gpu.enqueue(state, operation, call)
+                completion = operation.commit((self.cache, row.owners, index.owner))
             except BaseException:
                 operation.abort()
                 raise
-            completion = operation.commit((self.cache, row.owners, index.owner))
             if own != stream and self.direction == "load":
                 completion.wait_on(stream)
         return Transfer(self, completion, choice)

@@ -42,10 +42,10 @@ def in_order(
             operation.follow(stream)
         operation.enqueued.append(operation.stream)
         work(operation, capturing)
+        completion = operation.commit(refs)
     except BaseException:
         operation.abort()
         raise
-    completion = operation.commit(refs)
     if aside:
         completion.wait_on(stream)
     return completion

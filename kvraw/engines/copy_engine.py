@@ -15,7 +15,7 @@ from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.register import boundaries
 
-__all__ = ["Descriptors", "describe", "enqueue", "merge", "split"]
+__all__ = ["Descriptors", "describe", "enqueue", "holder", "merge", "split"]
 
 LEGACY = (0, 1)  # the legacy default stream's handles, which the batch call refuses
 
@@ -125,12 +125,14 @@ def enqueue(
 
     No copy spans an end of a registration of ours, or one of `edges`.
 
-    The vectors are read during the call. Where the batch call cannot be used (drivers before 12.8, captures, the
-    legacy default stream), copies go one by one, regular ones as rows of a two-dimensional copy; the order is the same.
+    A refused batch's `DriverError.index` is an entry of `d`. The vectors are read during the call. Where the batch call
+    cannot be used (drivers before 12.8, captures, the legacy default stream), copies go one by one, regular ones as
+    rows of a two-dimensional copy; the order is the same.
     `pageable` says that pageable memory takes part: one by one then, and the call may wait for the copies.
     """
     if not len(d):
         return "nothing"
+    given = d
     d = split(d, edges)
     call = driver()
     if capturing is None:
@@ -148,13 +150,28 @@ def enqueue(
             except DriverError as error:
                 if error.index is None:
                     raise
-                raise DriverError(error.name, error.code, error.call, index=begin + error.index) from error
+                index = holder(given, d, begin + error.index)
+                raise DriverError(error.name, error.code, error.call, index=index) from error
         return "batch"
-    _one_by_one(call, d, stream)
+    _one_by_one(call, d, stream, edges)
     return "copies one by one"
 
 
-def _one_by_one(call: CudaDriver, d: Descriptors, stream: int) -> None:
+def holder(d: Descriptors, made: Descriptors, at: int) -> int | None:
+    """Which of some copies begins where copy `at` among those made of them does, or holds its first byte."""
+    dst, src = made.dst[at], made.src[at]
+    inside = (d.dst <= dst) & (dst - d.dst < d.sizes) & (d.src <= src) & (src - d.src < d.sizes)
+    begins = inside & (d.dst == dst) & (d.src == src)
+    found = np.flatnonzero(begins if begins.any() else inside)
+    return int(found[0]) if len(found) else None
+
+
+def _spans(starts: tuple[int, int], nbytes: tuple[int, int], edges: Sequence[int]) -> bool:
+    """Whether a range of destination or source spans an end of a registration, or one of `edges`."""
+    return bool(len(boundaries(np.array(starts, np.uint64), np.array(nbytes, np.uint64), edges)[0]))
+
+
+def _one_by_one(call: CudaDriver, d: Descriptors, stream: int, edges: Sequence[int]) -> None:
     count = len(d)
     at = 0
     to, src, sizes = d.dst.astype(np.int64), d.src.astype(np.int64), d.sizes.astype(np.int64)
@@ -169,11 +186,14 @@ def _one_by_one(call: CudaDriver, d: Descriptors, stream: int) -> None:
             step = steps[:, at]
             if step[2] == 0 and min(step[0], step[1]) >= width:
                 rows = int(until[at]) - at + 1
-        if rows >= 3 and max(int(steps[0, at]), int(steps[1, at])) < 1 << 31:  # pitches beyond that are refused
-            call.memcpy_2d_async(
-                int(d.dst[at]), int(steps[0, at]), int(d.src[at]), int(steps[1, at]), width, rows, stream
-            )
-        else:
-            rows = 1
-            call.memcpy_async(int(d.dst[at]), int(d.src[at]), width, stream)
+        if rows >= 3:
+            starts, pitches = (int(d.dst[at]), int(d.src[at])), (int(steps[0, at]), int(steps[1, at]))
+            reach = pitches[0] * (rows - 1) + width, pitches[1] * (rows - 1) + width
+            # Longer pitches are refused; and rows of one copy must lie in one registration, as a copy's bytes must.
+            if max(pitches) < 1 << 31 and not _spans(starts, reach, edges):
+                call.memcpy_2d_async(starts[0], pitches[0], starts[1], pitches[1], width, rows, stream)
+                at += rows
+                continue
+        for k in range(at, at + rows):
+            call.memcpy_async(int(to[k]), int(src[k]), width, stream)
         at += rows

@@ -14,7 +14,7 @@ from kvraw.engines.kernel import KernelPlan
 from kvraw.engines.operands import Operands
 from kvraw.engines.planner import Choice, best, profile_for
 from kvraw.engines.staged import StagedPlan
-from kvraw.errors import PlacementError
+from kvraw.errors import DriverError, PlacementError
 from kvraw.plan import CopyPlan
 from kvraw.runtime.inflight import Operation
 
@@ -174,7 +174,9 @@ class GpuPlan:
         if found == "staged":
             try:
                 self._stage(state)  # takes the device memory that it needs: only where it is to be used
-            except PlacementError as error:
+            except (PlacementError, DriverError) as error:
+                if isinstance(error, DriverError) and error.name != "CUDA_ERROR_OUT_OF_MEMORY":
+                    raise
                 barred["staged"] = str(error)
                 found = best({e: s for e, s in seconds.items() if e not in barred})
         others = [

@@ -291,12 +291,17 @@ class Launch:
                 words[self._status] = ticket.address
                 owner.launch(self._handle, self._ctas, self._threads, stream, self._params)
             operation.enqueued.append(stream)
+            completion = operation.commit((tensors, refs))
         except BaseException:
             operation.abort()
             raise
-        ticket.completion = completion = operation.commit((tensors, refs))
-        if captured and self.told is not None:
+        if not captured:
+            ticket.completion = completion
+        elif self.told is not None:  # nobody holds it
+            ticket.completion = completion
             board.kept.append(completion)
+        else:
+            ticket.completion = None  # its holder asks it, and as long as the holder lives so does the ticket's use
         return completion
 
 

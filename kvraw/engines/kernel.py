@@ -168,8 +168,8 @@ class KernelPlan:
             self._write((src, dst), first, count, upload)
             bits = self._bits[0] | self._bits[1]
             if bits != self._last_bits:
-                self._last_bits = bits
                 self._set_width(self.plan.width(bits))
+                self._last_bits = bits
             segments = count * self._segments
             long[ka.SEGMENTS], long[ka.FIRST_ITEM], long[ka.STATUS] = segments, first, status
             shape = (segments, link)
@@ -186,8 +186,9 @@ class KernelPlan:
     def _set_width(self, width: int) -> None:
         """Take the kernel for accesses of `width` bytes."""
         if width != self._width:
+            kernel = copy_kernel(width)  # first, for it may fail
             split = ka.fill_width(self._block.record, self.plan, width)
-            self._width, self._segments, self._kernel = width, self.plan.runs_per_item * split, copy_kernel(width)
+            self._width, self._segments, self._kernel = width, self.plan.runs_per_item * split, kernel
 
     def _arrange(self, src: Operands, dst: Operands, count: int) -> None:
         """Decide where tables and indices go, and write the flags that say so."""

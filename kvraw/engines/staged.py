@@ -294,7 +294,7 @@ class StagedPlan:
                 end += 1
             copies.append((addresses[at] + piece.offset, slot + at * self._chunk_bytes, (end - at) * size))
             at = end
-        if edges is None and len(copies) <= _FEW:
+        if len(copies) <= _FEW and (edges is None or _plain(copies, edges)):
             for host, device, nbytes in copies:
                 to, source = (host, device) if self._store else (device, host)
                 d.memcpy_async(to, source, nbytes, stream)
@@ -302,3 +302,9 @@ class StagedPlan:
         host, device, nbytes = np.array(copies, np.uint64).T.copy()
         ends = (host, device) if self._store else (device, host)
         copy_engine.enqueue(copy_engine.Descriptors(*ends, nbytes), stream, capturing=False, edges=edges or ())
+
+
+def _plain(copies: list[tuple[int, int, int]], edges: tuple[int, ...]) -> bool:
+    """Whether none of these copies (host, device, bytes) spans an edge."""
+    host, _, nbytes = np.array(copies, np.uint64).T
+    return not len(boundaries(host, nbytes, edges)[0])

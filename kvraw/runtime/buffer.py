@@ -23,6 +23,7 @@ from kvraw.runtime.context import device_to_pin, gpu_at_hand
 from kvraw.runtime.driver import driver, usable_here
 from kvraw.runtime.facts import HostFacts, observe
 from kvraw.runtime.host_map import HostMemory, HostOptions, attach_memory, borrow_memory, obtain_memory
+from kvraw.runtime.inflight import Completion
 from kvraw.runtime.inuse import InUse
 from kvraw.runtime.populate import populate_threads
 from kvraw.runtime.prepare import Growth, Preparation
@@ -245,6 +246,12 @@ class HostBuffer(InUse):
             if growth.error is not None:
                 raise growth.error.with_traceback(None)
         self.require_open()
+
+    def borrow(self, completion: Completion) -> None:
+        """Note an operation that uses this memory, which must be open: a `close` that comes now waits for it."""
+        with self._lock:
+            self.require_open()
+            super().borrow(completion)
 
     # pinning
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -24,14 +25,17 @@ Settle = Callable[[], Exception | None]
 class Completion:
     """One enqueued operation: its event, what must outlive it, and what is to happen once it is over."""
 
-    __slots__ = ("__weakref__", "_books", "_event", "_pending", "_refs", "_reports", "_settle", "error", "stream")
+    __slots__ = (
+        *("__weakref__", "_books", "_event", "_pending", "_refs", "_reports", "_settle", "_told", "error"),
+        "stream",
+    )
 
     def __init__(self, books: InFlight, event: int | None, stream: int | None) -> None:
         self.stream = stream
         self.error: Exception | None = None
         self._books = books
         self._event = event
-        self._pending = False
+        self._pending = self._told = False
         self._refs: object = None
         self._reports: list[Settle] | tuple[()] = ()
         self._settle: list[Settle] | tuple[()] = ()
@@ -43,6 +47,15 @@ class Completion:
 
     def done(self) -> bool:
         """Whether the operation is over; settles it if so."""
+        over = self.over()
+        self._books.let_go()
+        return over
+
+    def over(self) -> bool:
+        """The same for those who hold a lock: what the operation borrowed is not let go of yet.
+
+        Its end may lead to a finalizer that wants any lock.
+        """
         if self._pending:
             return False
         if self._event is None:
@@ -56,6 +69,7 @@ class Completion:
 
     def wait(self) -> None:
         """Wait on the host until the operation is over, with the GIL released."""
+        self._told = True
         event = self._event
         if event is None:
             return
@@ -63,6 +77,7 @@ class Completion:
         with self._books.settle_lock:
             if self._event is not None:
                 self._finish()
+        self._books.let_go()
 
     def wait_on(self, stream: int) -> None:
         """Make a stream of the same device wait until the operation is over."""
@@ -71,15 +86,17 @@ class Completion:
                 driver().stream_wait_event(stream, self._event)
 
     def _finish(self) -> None:
-        event, self._event = self._event, None
-        assert event is not None
-        self._refs = None
+        # The error is there before the event is gone: whoever finds no event looks for it.
         if self._reports:
             self.error, self._reports = _run(self._reports), ()
+        event, self._event = self._event, None
+        assert event is not None
         if self._settle:
             settle, self._settle = self._settle, ()
             self.error = _run(settle) or self.error
         self._books.give_event(event)
+        self._books.dead.append(self._refs)
+        self._refs = None
 
 
 def _run(settle: list[Settle] | tuple[()]) -> Exception | None:
@@ -146,31 +163,38 @@ class Operation(Completion):
         if self._event is None:
             self._pending = False
             return Captured(self._books, refs, self._reports, self._settle)
+        self.enqueued.append(self.stream)
         try:
             self._books.owner.event_record(self._event, self.stream)
+            self._refs = refs
+            self._books.admit(self)
         except BaseException:
-            self.enqueued.append(self.stream)
             self.abort()
             raise
-        self._refs, self._pending = refs, False
-        self._books.admit(self)
+        self._pending = False
         return self
 
     def abort(self) -> None:
         """Give everything back after a failure; waits where work was enqueued, since nothing else tells its end."""
-        settle, event = [*self._reports, *self._settle], self._event
+        if not self._pending:
+            return
+        settle, event, refs, over = [*self._reports, *self._settle], self._event, self._refs, False
         try:
             if self._captured and self.enqueued:
                 raise DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, "cuStreamSynchronize")
             for stream in set(self.enqueued):
                 driver().stream_synchronize(stream)
+            over = True
         except DriverError:
-            self._books.lost.append(settle)  # never used again: work may still hold it
-            event, settle = None, []
-        self._event, self._reports, self._settle, self._pending = None, (), (), False
-        if event is not None:
-            self._books.give_event(event)
-        _run(settle)
+            pass
+        finally:
+            if not over:
+                self._books.lost.append((settle, refs))  # never used again: work may still hold it
+            self._event, self._reports, self._settle, self._refs, self._pending = None, (), (), None, False
+        if over:
+            if event is not None:
+                self._books.give_event(event)
+            _run(settle)
 
 
 class InFlight:
@@ -183,6 +207,7 @@ class InFlight:
         self._events: list[int] = []
         self._begun = 0
         self.lost: list[object] = []
+        self.dead: deque[object] = deque()  # what operations that are over borrowed, to be let go of without a lock
 
     def __len__(self) -> int:
         return len(self._open)
@@ -208,7 +233,16 @@ class InFlight:
         self._begun += 1
         if not captured and (len(self._open) > _QUIET or not self._begun % (2 * _QUIET)):
             self.reap()
+        self.let_go()
         return Operation(self, stream, captured)
+
+    def let_go(self) -> None:
+        """Let go of what operations that are over borrowed. The caller holds no lock."""
+        while self.dead:
+            try:
+                self.dead.popleft()
+            except IndexError:  # another thread took it
+                return
 
     def admit(self, completion: Completion) -> None:
         """Put an operation on the books."""
@@ -223,22 +257,26 @@ class InFlight:
             while self._open and limit:
                 limit -= 1
                 oldest = self._open[0]
-                known = oldest._event is None
-                if not oldest.done():
+                over = oldest.over()
+                # A finalizer may have settled operations in the meantime, in this very thread.
+                if not self._open or self._open[0] is not oldest:
+                    continue
+                if not over:
                     self._open.rotate(-1)
                     return
                 self._open.popleft()
-                if not known and oldest.error is not None:
+                if oldest.error is not None and not oldest._told:
                     _log.error("%s", oldest.error)
 
     def drain(self) -> None:
         """Wait for every operation on the books."""
         while True:
             with self.settle_lock:
-                if not self._open:
-                    return
-                oldest = self._open[0]
+                oldest = next((one for one in self._open if not one._pending), None)
+            if oldest is None:
+                return
+            told = oldest._told
             oldest.wait()
-            with self.settle_lock:
-                if self._open and self._open[0] is oldest:
-                    self._open.popleft()
+            oldest._told = told
+            with self.settle_lock, contextlib.suppress(ValueError):
+                self._open.remove(oldest)

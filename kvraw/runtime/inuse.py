@@ -38,10 +38,18 @@ class InUse:
         Where the driver does not tell, they count as under way: whoever waits for them learns the error.
         """
         try:
-            while self._busy and self._busy[0][1].done():
-                self._busy.popleft()
+            self._forget()
         except DriverError:
             return
+
+    def _forget(self) -> None:
+        while self._busy:
+            first = self._busy[0]
+            if not first[1].over():
+                return
+            # A finalizer may have come here in the meantime, in this very thread.
+            if self._busy and self._busy[0] is first:
+                self._busy.popleft()
 
     def _wait_idle(self, timeout: float | None, what: str) -> None:
         """Wait until nothing is under way, with the GIL released."""
@@ -49,8 +57,7 @@ class InUse:
         pause = 20e-6
         while True:
             with self._lock:
-                while self._busy and self._busy[0][1].done():
-                    self._busy.popleft()
+                self._forget()
                 left = [completion for _, completion in self._busy]
             if not left:
                 return

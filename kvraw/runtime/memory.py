@@ -28,7 +28,7 @@ class Where:
     device_address : int
         Address at which a GPU sees it; 0 for pageable memory.
     edges : tuple of int
-        Addresses inside the range where one registration ends and the next begins, whoever registered it.
+        Where registrations that the range lies in end, whoever registered them: no copy may span one.
     """
 
     device: int | None
@@ -72,7 +72,7 @@ def _allocation(d: CudaDriver, address: int) -> _Allocation | None:
     else:
         with DeviceScope(other):
             info = d.pointer_info(address)
-    if info is None or not info.device_address:
+    if info is None or (info.kind == "host" and not info.device_address):
         return None
     device = None if info.kind == "host" else info.device
     shift = info.device_address - address if device is None else 0
@@ -95,13 +95,13 @@ def _look(address: int, nbytes: int) -> tuple[Where, range]:
         return Where(found.device, address), inside
     # A range over several registrations is one range for a kernel when they are neighbours at one distance.
     end, reach = address + max(nbytes, 1), found.stop
-    edges = []
+    edges = [reach]
     while reach < end:
-        edges.append(reach)
         following = _allocation(d, reach)
         if following is None or following.device is not None or following.shift != found.shift:
             return PAGEABLE, range(0)
         reach = following.stop
+        edges.append(reach)
     return Where(None, address + found.shift, tuple(edges)), inside
 
 
@@ -120,7 +120,7 @@ class Located(NamedTuple):
     devices : numpy.ndarray of int64
         The device that holds each; -1 for host memory.
     edges : tuple of int
-        Addresses inside the ranges where one registration ends and the next begins, whoever registered it.
+        Where registrations that the ranges lie in end, whoever registered them: no copy may span one.
     """
 
     seen: npt.NDArray[np.uint64]
@@ -181,7 +181,8 @@ def locate_all(addresses: npt.NDArray[np.uint64], nbytes: int = 1) -> Located:
         seen[mine] = at + np.uint64((where.device_address - first) % 2**64)
         if where.device is not None:
             devices[mine] = where.device
-        elif nbytes > 1:
+        else:
+            edges += where.edges
             for k in mine[at + np.uint64(nbytes) > end]:  # over the end of a registration: another may follow
                 over = locate(int(addresses[k]), nbytes)
                 seen[k] = over.device_address

@@ -19,7 +19,9 @@ def test_as_one_by_one_in_any_order(device: int) -> None:
         alone = [locate(a, 4096) for a in starts]
         assert found.seen.tolist() == [w.device_address for w in alone]
         assert found.devices.tolist() == [-1 if w.device is None else w.device for w in alone]
-        assert (found.link, found.pageable, found.edges) == (True, False, ())
+        assert (found.link, found.pageable) == (True, False)
+        assert set(found.edges) == {e for w in alone for e in w.edges}
+        assert all(here.address + (1 << 16) <= e for e in found.edges)
         assert not locate_all(np.array(starts[1::2], np.uint64)).link
 
 
@@ -45,9 +47,9 @@ def test_over_the_end_of_a_registration(device: int) -> None:
             found = locate_all(starts, 2 * PAGE)
             alone = [locate(int(a), 2 * PAGE) for a in starts]
             assert found.seen.tolist() == [w.device_address for w in alone]
-            assert found.edges == tuple(e for w in alone for e in w.edges)
+            assert set(found.edges) == {e for w in alone for e in w.edges}
             if not found.pageable:  # a driver may map the two at different distances
-                assert found.edges == (base + 2 * PAGE,)
+                assert set(found.edges) == {base + 2 * PAGE, base + 4 * PAGE}
             beyond = locate_all(np.array([base, base + 3 * PAGE], np.uint64), 2 * PAGE)
             assert beyond.seen.astype(bool).tolist() == [True, False]
         finally:

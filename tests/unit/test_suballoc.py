@@ -23,15 +23,15 @@ class Transfer:
     def __init__(self, chunks: list[kvraw.HostChunk], stamp: int) -> None:
         self.addresses = {c.address for c in chunks}
         self.views = [c.numpy() for c in chunks]
-        self.stamp, self.over = stamp, False
+        self.stamp, self.finished = stamp, False
 
-    def done(self) -> bool:
-        return self.over
+    def over(self) -> bool:
+        return self.finished
 
     def finish(self) -> None:
         for view in self.views:
             write(view, self.stamp)
-        self.over = True
+        self.finished = True
 
 
 def write(view: np.ndarray, stamp: int) -> None:
@@ -62,7 +62,7 @@ class Model:
     def settle(self) -> None:
         still = []
         for chunk, transfers in self.waiting:
-            if all(t.over for t in transfers):
+            if all(t.finished for t in transfers):
                 self.taken.difference_update(self.pages_of(chunk))
             else:
                 still.append((chunk, transfers))

@@ -1,0 +1,117 @@
+"""Finalizers of what a transfer borrows come back into the books and the pool, and nothing under way is let go of."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import kvraw
+from kvraw.engines.device_state import device_state
+from kvraw.errors import ClosedError, DriverError
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.inflight import Completion, InFlight
+from tests.emulator.fake_driver import FakeDriver
+from tests.helpers.world import World
+
+
+class Thing:
+    """Something that an operation borrows."""
+
+
+def operation(books: InFlight, stream: int, refs: object) -> Completion:
+    begun = books.begin(stream)
+    begun.enqueued.append(stream)
+    return begun.commit(refs)
+
+
+def test_a_finalizer_that_settles_operations(fake: FakeDriver) -> None:
+    with DeviceScope(0), kvraw.Stream(0) as stream, kvraw.Stream(0) as other, kvraw.DeviceBuffer(64, 0) as memory:
+        books = InFlight()
+        first, second = Thing(), Thing()
+        weakref.finalize(first, books.reap, 8)
+        kept = weakref.ref(second)
+        done = operation(books, stream.handle, first)
+        del first
+        fake.memset_async(memory.address, 1, 64, other.handle)
+        running = operation(books, other.handle, second)
+        del second
+        stream.synchronize()
+        books.reap()
+        books.let_go()
+        assert done.done()
+        assert running._event is None or kept() is not None  # over, or still borrowed
+        books.drain()
+        assert running.done()
+        assert kept() is None
+        assert not len(books)
+
+
+def test_a_pool_under_the_books_lock_and_the_books_under_the_pools(fake: FakeDriver) -> None:
+    """Two threads, each with one of the two locks, whose finalizers want the other."""
+    world = World(0)
+    ended = threading.Event()
+
+    def store() -> None:
+        rng = np.random.default_rng(0)
+        for _ in range(60):
+            chunks = world.pool.chunks(1, world.cache.chunk_bytes(16))
+            thing = Thing()
+            weakref.finalize(thing, world.pool.free, chunks)
+            with DeviceScope(0):
+                operation(device_state(0).books, world.stream.handle, (thing, chunks))
+            kvraw.store(world.cache, world.chunks, rng.permutation(40)[:24], stream=world.stream)
+            del thing, chunks
+
+    def ask() -> None:
+        while not ended.is_set():
+            world.pool.info()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    storing = threading.Thread(target=store, daemon=True)
+    asking.start()
+    storing.start()
+    storing.join(60)
+    assert not storing.is_alive(), "two threads wait for each other"
+    ended.set()
+    asking.join(60)
+    with DeviceScope(0):
+        device_state(0).books.drain()
+    world.close()
+
+
+def test_a_pool_that_is_closed_before_it_is_borrowed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(0)
+    pool = kvraw.HostPool(1 << 20, device=0)
+    chunks = pool.chunks(1, world.cache.chunk_bytes(16))
+    real = InFlight.begin
+
+    def begin(self: InFlight, stream: int, *, captured: bool = False) -> object:
+        monkeypatch.undo()
+        pool.close()  # another thread, between the checks and the enqueueing
+        return real(self, stream, captured=captured)
+
+    monkeypatch.setattr(InFlight, "begin", begin)
+    with pytest.raises(ClosedError):
+        kvraw.store(world.cache, chunks, [1, 2], stream=world.stream)
+    world.close()
+
+
+def test_no_room_for_staging_slots(fake: FakeDriver) -> None:
+    world = World(0)
+    plan = kvraw.TransferPlan(world.cache, "store", chunk_tokens=16, engine="staged")
+    fake.fail("mem_alloc", 1, "CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
+        plan(world.chunks, np.arange(24), stream=world.stream)
+    fake.fail("mem_alloc", 1, "CUDA_ERROR_OUT_OF_MEMORY")
+    with DeviceScope(0), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvraw.engines.gpu.best", lambda seconds: max(seconds))  # "staged", of the names
+        transfer = kvraw.TransferPlan(world.cache, "store", chunk_tokens=16)(
+            world.chunks, np.arange(24), stream=world.stream
+        )
+    transfer.wait()
+    assert transfer.engine == "kernel"
+    assert "OUT_OF_MEMORY" in transfer.explain()
+    world.close()
