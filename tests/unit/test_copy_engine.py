@@ -12,7 +12,9 @@ from kvraw.arrays import IndexVector
 from kvraw.engines import copy_engine, reference
 from kvraw.engines.copy_engine import Descriptors
 from kvraw.engines.operands import Operands
+from kvraw.errors import DriverError
 from kvraw.layout import CacheLayout, Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
+from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.world import World
 
@@ -126,3 +128,35 @@ def test_neighbours_go_as_one(fake: FakeDriver) -> None:
     merged = copy_engine.merge(copy_engine.describe(plan, *ends, 0, 4))
     assert merged.sizes.tolist() == [4 * plan.run_bytes] * plan.runs_per_item
     world.close()
+
+
+def test_rows_of_one_copy_lie_in_one_registration(fake: FakeDriver) -> None:
+    with (
+        kvraw.HostPool(1 << 16, device=0, options=kvraw.HostOptions(step_bytes=1 << 14)) as pool,
+        kvraw.DeviceBuffer(1 << 16, 0) as memory,
+        kvraw.Stream(0) as stream,
+        DeviceScope(0),
+    ):
+        places = np.arange(8, dtype=np.uint64) * np.uint64(8192)
+        ends = places + np.uint64(pool.address), places + np.uint64(memory.address)
+        for rows in (2, 8):
+            fake.memset_async(memory.address, rows, 1 << 16, stream.handle)
+            some = copy_engine.Descriptors(ends[0][:rows], ends[1][:rows], np.full(rows, 4096, np.uint64))
+            copy_engine.enqueue(some, stream.handle, capturing=True)
+            stream.synchronize()
+            whole = pool.view(pool.address, 1 << 16).reshape(8, 2, 4096)
+            assert (whole[:rows, 0] == rows).all()
+            assert not whole[:, 1].any()
+        assert fake.calls["memcpy_2d_async"] == 0
+        assert fake.calls["memcpy_async"] == 10
+
+
+def test_a_refused_batch_names_the_callers_entry(fake: FakeDriver) -> None:
+    with kvraw.HostPool(1 << 16, device=0) as pool, kvraw.DeviceBuffer(1 << 16, 0) as memory, kvraw.Stream(0) as stream:
+        outside = int(np.zeros(8, np.uint8).ctypes.data)
+        dst = [pool.address, pool.address + 4096, outside, pool.address + 8192]
+        src = [memory.address + 4096 * k for k in range(4)]
+        with pytest.raises(DriverError) as caught:
+            kvraw.memcpy_batch(dst, src, [64, 0, 8, 64], stream=stream, device=0)
+        assert caught.value.index == 2
+        stream.synchronize()
