@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,8 @@ __all__ = ["remembered"]
 _MOST = 256
 
 T = TypeVar("T")
+
+_address, _shape, _strides = methodcaller("data_ptr"), attrgetter("shape"), methodcaller("stride")
 
 # By identities and key: the state of the tensors then, weak references whose end takes the entry along, the value.
 _known: dict[tuple[object, ...], tuple[object, list[weakref.ref[Any]], Any]] = {}
@@ -33,14 +36,6 @@ def _keep(key: tuple[object, ...], state: object, tensors: list[Any], value: obj
             for old in list(_known)[: _MOST // 2]:
                 _known.pop(old, None)
         _known[key] = state, refs, value
-
-
-def version(tensor: Any) -> int:
-    """How often torch changed a tensor's values."""
-    try:
-        return int(tensor._version)
-    except RuntimeError:  # tensors of torch's inference mode have no version: they count as unchanged
-        return -1
 
 
 def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
@@ -64,8 +59,7 @@ def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
         flat = list(given) if not isinstance(given[0], (list, tuple)) else [t for entry in given for t in entry]
         full: tuple[object, ...] = (*map(id, flat), len(given), key)
         try:
-            first = flat[0]
-            state = [t.data_ptr() for t in flat], first.shape, first.stride()
+            state = [*map(_address, flat)], [*map(_shape, flat)], [*map(_strides, flat)]
         except (AttributeError, IndexError):  # no tensors: `make` says so
             return make()
     elif hasattr(given, "data_ptr"):
@@ -75,7 +69,10 @@ def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
         elif given.device.type == "cpu":
             return make()
         else:
-            state = given.data_ptr(), shape, version(given)
+            try:
+                state = given.data_ptr(), shape, given.stride(), given._version
+            except RuntimeError:  # made in torch's inference mode: nothing tells when it is changed
+                return make()
         full, flat = (id(given), key), [given]
     else:
         return make()
