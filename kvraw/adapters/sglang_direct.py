@@ -180,7 +180,7 @@ def _forget(who: tuple[object, ...], _: object) -> None:
 
 def _places(src: Sequence[Any], dst: Sequence[Any]) -> list[object]:
     """What changes where a tensor is given other memory, or another shape, in place."""
-    return [x for group in (src, dst) for t in group for x in (t.data_ptr(), t.shape, t.stride())]
+    return [x for group in (src, dst) for t in group for x in (t.data_ptr(), t.numel(), t.stride())]
 
 
 def _send(ready: _Ready, copies: list[tuple[U64, U64, U64]], refs: object) -> None:

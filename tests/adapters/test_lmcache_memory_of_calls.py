@@ -57,7 +57,7 @@ def test_tensors_are_known_by_all_that_they_say(at: int, change: str) -> None:
         return len(calls)
 
     assert [_memo.remembered(group, ("test",), make) for _ in range(2)] == [1, 1]
-    setattr(group[at], change, {"shape": (3, 4), "_strides": (1, 4), "_offset": 2}[change])
+    setattr(group[at], change, {"shape": (2, 3), "_strides": (1, 4), "_offset": 2}[change])
     assert [_memo.remembered(group, ("test",), make) for _ in range(2)] == [2, 2]
 
 

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,8 +15,6 @@ __all__ = ["remembered"]
 _MOST = 256
 
 T = TypeVar("T")
-
-_address, _shape, _strides = methodcaller("data_ptr"), attrgetter("shape"), methodcaller("stride")
 
 # By identities and key: the state of the tensors then, weak references whose end takes the entry along, the value.
 _known: dict[tuple[object, ...], tuple[object, list[weakref.ref[Any]], Any]] = {}
@@ -45,8 +42,8 @@ def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
     ----------
     given : object
         A tensor of addresses on a device, which counts as unchanged while torch counts no change; or tensors (one, a
-        list, a list of lists), which do while they lie where they lay. Nothing is remembered of anything else, which is
-        cheap to read.
+        list, a list of lists), which do while they lie where they lay. Nothing is remembered of a table for which torch
+        keeps no count, nor of anything else, which is cheap to read.
     key : tuple
         What else `make` looks at.
     make : callable
@@ -59,7 +56,8 @@ def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
         flat = list(given) if not isinstance(given[0], (list, tuple)) else [t for entry in given for t in entry]
         full: tuple[object, ...] = (*map(id, flat), len(given), key)
         try:
-            state = [*map(_address, flat)], [*map(_shape, flat)], [*map(_strides, flat)]
+            # Strides and counts tell shapes: to ask for the shape of each of many tensors takes as long as both.
+            state = [t.data_ptr() for t in flat], [t.numel() for t in flat], [t.stride() for t in flat], flat[0].shape
         except (AttributeError, IndexError):  # no tensors: `make` says so
             return make()
     elif hasattr(given, "data_ptr"):
