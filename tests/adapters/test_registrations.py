@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 import kvraw
+import kvraw.adapters.lmcache as ops
 from kvraw.adapters import sglang, sglang_direct, tensors, vllm
-from kvraw.adapters.lmcache import _blocks
+from kvraw.adapters.lmcache import _blocks, _place
 from kvraw.engines.device_state import device_state
 from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
@@ -66,21 +68,22 @@ def w(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
     sglang_direct._by_value.clear()
 
 
-def swap(w: TorchLike, src: list[int], dst: list[int], sizes: list[int]) -> None:
+def swap(w: TorchLike, src: list[int], dst: list[int], sizes: list[int], current: bool = True) -> None:
     given = [w.put("host", np.array(x, np.int64)) for x in (src, dst, sizes)]
-    with DeviceScope(0):  # torch's context is current, too
+    with DeviceScope(0) if current else contextlib.nullcontext():  # torch's context mostly is
         vllm.swap_blocks_batch(*given)
 
 
+@pytest.mark.parametrize("current", [True, False])
 @pytest.mark.parametrize("sizes", [[64, 64], [64, 48, 16, 24, 32, 40]])
 def test_vllm_neighbours_on_both_sides_of_an_end(
-    fake: FakeDriver, w: TorchLike, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+    fake: FakeDriver, w: TorchLike, monkeypatch: pytest.MonkeyPatch, sizes: list[int], current: bool
 ) -> None:
     monkeypatch.setenv("KVRAW_ENGINE", "copy")
     host, device = Pieces(fake, w, 2, 2), w.put("device", np.zeros(2048, np.uint8))
     at = [PAGE - 64, PAGE, *range(0, 1000, 200)][: len(sizes)]
     to = [0, 64, *range(200, 1200, 200)][: len(sizes)]
-    swap(w, [host.address + a for a in at], [device.data_ptr() + b for b in to], sizes)
+    swap(w, [host.address + a for a in at], [device.data_ptr() + b for b in to], sizes, current)
     want = np.zeros(2048, np.uint8)
     for a, b, n in zip(at, to, sizes, strict=True):
         want[b : b + n] = host.bytes[a : a + n]
@@ -130,6 +133,27 @@ def test_lmcache_objects_side_by_side(fake: FakeDriver, w: TorchLike) -> None:
     row = _blocks.reach([host.address + PAGE - 64, host.address + PAGE], 64, 0)
     assert row.link
     assert set(row.edges) == {host.address + PAGE, host.address + 2 * PAGE}
+    host.close()
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_lmcache_objects_side_by_side_are_no_one_copy(
+    fake: FakeDriver, w: TorchLike, monkeypatch: pytest.MonkeyPatch, to_host: bool
+) -> None:
+    """One layer whose blocks follow each other on both sides: only the end of a registration keeps them apart."""
+    assert w.stream is not None
+    handle = w.stream.handle
+    monkeypatch.setenv("KVRAW_ENGINE", "copy")
+    monkeypatch.setattr(_place, "_raw_stream", lambda device: handle)
+    host, array = Pieces(fake, w, 2, 2), np.random.default_rng(1).integers(0, 256, (4, 2, 16), dtype=np.uint8)
+    cache, d = w.put("device", array), ops.PageBufferShapeDesc()
+    d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size = 1, 1, 4, 2, 1, 16, 1
+    objects = [host.address + PAGE - 64, host.address + PAGE]
+    rows = host.bytes[PAGE - 64 : PAGE + 64].reshape(4, 2, 16)
+    want = (array if to_host else rows).copy()
+    ops.multi_layer_block_kv_transfer([cache.data_ptr()], objects, [0, 1, 2, 3], 0, int(to_host), d, 4, 3, 0)
+    np.testing.assert_array_equal(w.take(cache), want)
+    np.testing.assert_array_equal(rows, want)
     host.close()
 
 
