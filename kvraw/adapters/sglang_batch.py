@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvraw.adapters import tensors
+from kvraw.adapters import captures, tensors
 from kvraw.engines import copy_engine
 from kvraw.engines.aside import in_order
 from kvraw.engines.copy_engine import Descriptors
@@ -23,15 +23,15 @@ def enqueue(
     device: int,
     *,
     pageable: bool = False,
-    on_host: Sequence[int] = (),
+    on_host: Sequence[tensors.Span] = (),
     edges: Sequence[int] = (),
     refs: object = None,
     most: int | None = None,
 ) -> None:
     """Enqueue copies by the copy engine on the device's current stream; no copy spans one of `edges`.
 
-    `pageable` says that pageable memory takes part, which is also asked of the addresses `on_host`; `most` is the most
-    descriptors that the driver is given at once.
+    `pageable` says that pageable memory takes part; the ranges `on_host` are looked up for it, and for more edges.
+    `most` is the most descriptors that the driver is given at once.
 
     Raises
     ------
@@ -42,7 +42,9 @@ def enqueue(
         return
     stream, step = tensors.current_stream(device), most or len(d)
     with DeviceScope(device):
-        pageable = pageable or not tensors.all_pinned(on_host)
+        if on_host:
+            found, more = tensors.look_over(on_host)
+            pageable, edges = pageable or found, (*edges, *more)
 
         def work(operation: Operation, capturing: bool) -> None:
             for begin in range(0, len(d), step):
@@ -54,7 +56,7 @@ def enqueue(
                 except DriverError as error:
                     raise _of_copy(error, copy_engine.split(part, edges), d) from None
 
-        in_order(device_state(device), stream, work, pageable=pageable, refs=refs)
+        captures.keep(device, in_order(device_state(device), stream, work, pageable=pageable, refs=refs))
 
 
 def _of_copy(error: DriverError, given: Descriptors, d: Descriptors) -> DriverError:

@@ -122,14 +122,14 @@ class _Ready(NamedTuple):
         What indices of the source (of pages) and of the destination (of tokens) must be below.
     device : int or None
         The GPU that takes part.
-    on_host : list of int
-        An address of each allocation of host memory.
+    on_host : list of (int, int)
+        The ranges of host memory, asked about anew at each call: they may have been unpinned, or pinned otherwise.
     """
 
     groups: list[_Group]
     most: tuple[int, int]
     device: int | None
-    on_host: list[int]
+    on_host: list[tensors.Span]
 
 
 def _group(src: list[int], dst: list[int], row: int, steps: tuple[int, int], pages: int = 0) -> _Group:
@@ -142,13 +142,13 @@ def _ready(groups: list[_Group], most: tuple[int, int], *tensor_groups: Sequence
     if device is None:
         return _Ready(groups, most, None, [])
     with DeviceScope(device):
-        on_host = {int(t.data_ptr()) for group in tensor_groups for t in group if not t.is_cuda}
-        return _Ready(groups, most, device, tensors.one_per_allocation(on_host))
+        on_host = tensors.host_spans(t for group in tensor_groups for t in group)
+        return _Ready(groups, most, device, on_host)
 
 
 _FEW, _MOST = 8, 512
 _by_value: dict[tuple[object, ...], _Ready] = {}
-_by_identity: dict[tuple[object, ...], tuple[list[int], _Ready, object]] = {}
+_by_identity: dict[tuple[object, ...], tuple[list[object], _Ready, object]] = {}
 _fields = attrgetter("shape", "dtype", "is_cuda")
 
 
@@ -178,9 +178,9 @@ def _forget(who: tuple[object, ...], _: object) -> None:
     _by_identity.pop(who, None)  # one of these tensors is gone, and its identity free
 
 
-def _places(src: Sequence[Any], dst: Sequence[Any]) -> list[int]:
-    """What changes where a tensor is given other memory in place."""
-    return [x for group in (src, dst) for t in group for x in (t.data_ptr(), t.numel())]
+def _places(src: Sequence[Any], dst: Sequence[Any]) -> list[object]:
+    """What changes where a tensor is given other memory, or another shape, in place."""
+    return [x for group in (src, dst) for t in group for x in (t.data_ptr(), t.numel(), t.stride())]
 
 
 def _send(ready: _Ready, copies: list[tuple[U64, U64, U64]], refs: object) -> None:

@@ -115,7 +115,7 @@ class _Side(NamedTuple):
     mapped : numpy.ndarray
         As the device saw them when the copy was made ready.
     pinned : tuple of (int, int)
-        An address of each allocation of host memory, and what the device saw there: asked anew at each call, for it may
+        The addresses of tensors in host memory, and what the device saw there: asked anew at each call, for they may
         have been unpinned.
     table : tuple of (int, int) or None
         Address and length of a table on the device.
@@ -203,7 +203,7 @@ def _end(name: str, end: End, rows: Rows, device: int | None) -> _Side:
         return _Side(side, bases, bases)
     known = {t.address: tensors.mapped_address(name, t.address) for t in seen if not t.is_cuda}
     mapped = np.array([known.get(t.address, t.address) + offset for t in seen], np.uint64)
-    return _Side(side, bases, mapped, tuple((a, known[a]) for a in tensors.one_per_allocation(known)))
+    return _Side(side, bases, mapped, tuple(known.items()))
 
 
 def _make(src: End, dst: End, rows: Rows, ctas: int, threads: int, device: int | None) -> _Ready:

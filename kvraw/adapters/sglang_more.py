@@ -174,7 +174,7 @@ def transfer_embedding_ranges_direct(
     if device is None:
         memcpy_batch(copies.dst, copies.src, copies.sizes)
         return
-    on_host = [int(t.data_ptr()) for t in (src, dst) if not t.is_cuda]
+    on_host = [tensors.span(t) for t in (src, dst) if not t.is_cuda]
     enqueue(copies, device, on_host=on_host, refs=(src, dst))
 
 

@@ -142,7 +142,7 @@ def _by_pages(
 ) -> None:
     device, token, count = int(src_indices.get_device()), staging[1], len(pages) * page_size
     index = index_on_device(src_indices, count, device)
-    on_host = [int(t.data_ptr()) for t in dst if not t.is_cuda]
+    on_host = [tensors.span(t) for t in dst if not t.is_cuda]
     for begin in range(0, count, room):  # the stream's order keeps a part's copies before the next part's kernel
         many = min(room, count - begin)
         part = index._replace(address=index.address + begin * index.width, count=many)

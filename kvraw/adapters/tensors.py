@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,17 +19,19 @@ from kvraw.runtime.memory import locate, locate_all
 
 __all__ = [
     "Ranges",
-    "all_pinned",
+    "Span",
     "current_stream",
     "device_table_bits",
     "dtype_name",
     "errors_of",
     "find_ranges",
+    "host_spans",
     "host_values",
     "index_array",
+    "look_over",
     "mapped_address",
-    "one_per_allocation",
     "reach",
+    "span",
     "table_array",
 ]
 
@@ -87,28 +89,48 @@ def mapped_address(name: str, address: int) -> int:
         ) from None
 
 
-def one_per_allocation(addresses: Iterable[int]) -> list[int]:
-    """One address of each allocation that holds some of these; the device's context is current."""
-    first: list[int] = []
-    inside = range(0)
-    for address in sorted(addresses):
-        if address not in inside:
-            first.append(address)
-            info = driver().pointer_info(address)
-            inside = range(0) if info is None else range(info.base, info.base + info.size)
-    return first
+Span = tuple[int, int]
+"""Address and bytes of a range of host memory."""
 
 
-def all_pinned(addresses: Sequence[int]) -> bool:
-    """Whether host memory at these addresses is pinned; the device's context is current."""
-    call = driver()
-    for address in addresses:
-        try:
-            call.host_device_address(address)  # a fraction of the cost of asking for the allocation
-        except DriverError:
-            if call.pointer_info(address) is None:
-                return False
-    return True
+def span(tensor: Any) -> Span:
+    """The range that a tensor's elements lie in."""
+    reached = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.data_ptr()), (int(reached) + 1) * int(tensor.element_size()) if tensor.numel() else 0
+
+
+def host_spans(group: Iterable[Any]) -> list[Span]:
+    """Ranges of tensors in host memory, one for all that begin in an allocation; the device's context is current."""
+    out: list[Span] = []
+    stop = 0
+    for address, nbytes in sorted({span(t) for t in group if not t.is_cuda}):
+        if address < stop:
+            first = out[-1][0]
+            out[-1] = first, max(out[-1][1], address + nbytes - first)
+            continue
+        out.append((address, nbytes))
+        info = driver().pointer_info(address)
+        stop = 0 if info is None else info.base + info.size
+    return out
+
+
+def look_over(spans: Iterable[Span]) -> tuple[bool, list[int]]:
+    """Whether pageable memory is among ranges of host memory, and where copies within them must be cut."""
+    pageable, edges = False, list[int]()
+    for address, nbytes in spans:
+        where = locate(address, nbytes)
+        edges += where.edges if where.device_address else _around(address, nbytes)
+        pageable = pageable or not where.device_address
+    return pageable, edges
+
+
+def _around(address: int, nbytes: int) -> list[int]:
+    """Where pinned memory begins and ends in a range that counts as pageable, but for islands inside it."""
+    call = driver_or_none()
+    if call is None:
+        return []
+    found = [call.pointer_info(at) for at in (address, address + nbytes - 1)]
+    return [edge for info in found if info is not None for edge in (info.base, info.base + info.size)]
 
 
 class Ranges(NamedTuple):
@@ -123,7 +145,7 @@ class Ranges(NamedTuple):
     link, pageable : bool
         Host memory is among them; pageable memory is.
     edges : tuple of int
-        Addresses inside them where one registration ends and the next begins.
+        Where host allocations and registrations that they lie in end: copies of neighbours must not grow over one.
     """
 
     seen: U64
@@ -133,15 +155,19 @@ class Ranges(NamedTuple):
     edges: tuple[int, ...] = ()
 
 
-def find_ranges(addresses: U64, nbytes: int) -> Ranges:
-    """Where ranges of at most `nbytes` lie, with one question to the driver per allocation; at least one range."""
-    low, high = int(np.minimum.reduce(addresses)), int(np.maximum.reduce(addresses))
+def find_ranges(addresses: U64, nbytes: int | U64) -> Ranges:
+    """Where ranges lie, of one size or one each, with one question to the driver per allocation; at least one range."""
+    low = int(np.minimum.reduce(addresses))
+    if isinstance(nbytes, int):
+        high = int(np.maximum.reduce(addresses)) + nbytes
+    else:
+        high = int(np.maximum.reduce(addresses + nbytes))
     call = driver_or_none()
     info = None if call is None else call.pointer_info(low)
     if call is None or info is None:
         return _find_slowly(addresses, nbytes)
     stop = info.base + info.size
-    devices, link = set(), False
+    devices, link, edges = set(), False, list[int]()
     ascending: U64 | None = None
     at = 0
     while True:
@@ -151,12 +177,15 @@ def find_ranges(addresses: U64, nbytes: int) -> Ranges:
             return _find_slowly(addresses, nbytes)  # the GPU sees it elsewhere
         else:
             link = True
-        if high + nbytes <= stop:
-            return Ranges(addresses, frozenset(devices), link)
+            edges.append(stop)
+        if high <= stop:
+            return Ranges(addresses, frozenset(devices), link, edges=tuple(edges))
         if ascending is None:
-            ascending = np.sort(addresses)
-        at = int(ascending.searchsorted(np.uint64(stop)))
-        if int(ascending[at - 1]) + nbytes > stop:
+            order = np.argsort(addresses)
+            ascending = addresses[order]
+            ends = ascending + (np.uint64(nbytes) if isinstance(nbytes, int) else nbytes[order])
+        begin, at = at, int(ascending.searchsorted(np.uint64(stop)))
+        if int(np.maximum.reduce(ends[begin:at])) > stop:
             return _find_slowly(addresses, nbytes)  # over the end of an allocation: another may follow
         low = int(ascending[at])
         info = call.pointer_info(low)
@@ -165,10 +194,19 @@ def find_ranges(addresses: U64, nbytes: int) -> Ranges:
         stop = info.base + info.size
 
 
-def _find_slowly(addresses: U64, nbytes: int) -> Ranges:
-    found = locate_all(addresses, nbytes)
-    devices = frozenset(d for d in np.unique(found.devices).tolist() if d >= 0)
-    return Ranges(found.seen, devices, found.link, found.pageable, found.edges)
+def _find_slowly(addresses: U64, nbytes: int | U64) -> Ranges:
+    seen, devices, edges = np.zeros_like(addresses), np.full(len(addresses), -1, np.int64), list[int]()
+    sizes = [nbytes] if isinstance(nbytes, int) else np.unique(nbytes).tolist()
+    for size in sizes:
+        mine = slice(None) if isinstance(nbytes, int) else nbytes == size
+        found = locate_all(addresses[mine], size)
+        seen[mine], devices[mine] = found.seen, found.devices
+        edges += found.edges
+        if found.pageable:
+            for address in addresses[mine][found.seen == 0].tolist():
+                edges += _around(address, size)
+    held = frozenset(d for d in np.unique(devices).tolist() if d >= 0)
+    return Ranges(seen, held, bool((devices < 0).any()), not seen.all(), tuple(set(edges)))
 
 
 def host_values(tensor: Any) -> I64:
@@ -194,11 +232,11 @@ def host_values(tensor: Any) -> I64:
 class _Table:
     """What is known of one pointer table on a device."""
 
-    __slots__ = ("asked", "bits", "ref", "version")
+    __slots__ = ("asked", "bits", "ref", "state")
 
-    def __init__(self, tensor: Any, key: int, version: int) -> None:
+    def __init__(self, tensor: Any, key: int, state: tuple[int, int]) -> None:
         self.ref = weakref.ref(tensor, lambda _: _tables.pop(key, None))
-        self.version = version
+        self.state = state
         self.bits, self.asked = 8, False
 
 
@@ -219,11 +257,11 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
     key = id(tensor)
     table = _tables.get(key)
     try:
-        version = tensor._version
+        now = tensor._version, int(tensor.data_ptr())  # other memory may be put into it in place
     except RuntimeError:  # made in inference mode: nothing tells when it is changed
         return 8
-    if table is None or table.version != version or table.ref() is not tensor:
-        table = _tables[key] = _Table(tensor, key, version)
+    if table is None or table.state != now or table.ref() is not tensor:
+        table = _tables[key] = _Table(tensor, key, now)
     elif table.asked:
         return table.bits
     if not driver().stream_capturing(stream):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters import tensors
+from kvraw.adapters import captures, tensors
 from kvraw.adapters.sglang_batch import enqueue, holder
 from kvraw.adapters.sglang_direct import device_of
 from kvraw.arrays import U64, IndexVector
@@ -81,7 +81,11 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
         engine = "copy" if found[0].pageable or found[1].pageable else "auto"
     index = [IndexVector(np.ascontiguousarray(column), 0, len(column)) for column in mapping.T]
     copy = _blocks(block_size_in_bytes, limits, device, engine)
-    copy(bases[0], bases[1], len(mapping), src_index=index[0], dst_index=index[1], stream=stream, refs=(src, dst))
+    done = copy(
+        bases[0], bases[1], len(mapping), src_index=index[0], dst_index=index[1], stream=stream, refs=(src, dst)
+    )
+    if device is not None:
+        captures.keep(device, done.completion)
 
 
 def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False) -> None:
@@ -121,7 +125,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         source, target, nbytes = source[kept], target[kept], nbytes[kept]
         if not len(nbytes):
             return
-    reach = largest if least == largest else 1
+    reach = largest if least == largest else nbytes
     found = tensors.find_ranges(source, reach), tensors.find_ranges(target, reach)
     devices = found[0].devices | found[1].devices
     if len(devices) > 1:
@@ -132,7 +136,12 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     (device,) = devices
     stream, edges = tensors.current_stream(device), found[0].edges + found[1].edges
     if found[0].pageable or found[1].pageable:
-        memcpy_batch(target, source, nbytes, stream=stream, device=device, pageable=True)
+        for name, given_at in (("src_ptrs", given.src), ("dst_ptrs", given.dst)):
+            bad = (given.sizes > 0) & ((given_at == 0) | (given_at + given.sizes < given_at))
+            if bad.any():
+                at = int(bad.argmax())
+                raise BoundsError(f"{name}[{at}] is {given_at[at]}, with its size must be an address below 2**64")
+        enqueue(Descriptors(target, source, nbytes), device, pageable=True, edges=edges)
         return
     left = _by_kernel(found, nbytes, [largest] if least == largest else _kinds(nbytes), device, stream)
     if left is not None:
@@ -159,7 +168,8 @@ def _by_kernel(
             if copy.choose(link, True, capturing, count) == "copy":
                 continue
             ends = [Operands(one.seen if mine is None else one.seen[mine]) for one in found]
-            copy.launch(device_state(device), ends[0], ends[1], count, stream, link=link)
+            done = copy.launch(device_state(device), ends[0], ends[1], count, stream, link=link)
+            captures.keep(device, done.completion)
             gone = np.ones(count, bool) if mine is None else mine
             left = ~gone if left is None else left & ~gone
     return left

@@ -24,7 +24,7 @@ def place(request: pytest.FixtureRequest) -> int | None:
 def forgetful() -> Iterator[None]:
     """What the adapters keep between calls is of one driver: forget it around each test."""
     known = (module._known for module in (_memo, _paged, _groups, _utilities))
-    kept = (*known, _groups._bits, _place._watched, _pageable._free)
+    kept = (*known, _groups._bits, _place._watched, _place._captured, _pageable._free)
     for one in kept:
         one.clear()
     yield

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -99,6 +102,17 @@ def test_batched(place: int | None) -> None:
     np.testing.assert_array_equal(b, want)
     ops.batched_memcpy([], [], [])
     ops.batched_memcpy([0], [0], [0])
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5])
+@pytest.mark.parametrize(
+    "kind", [list, tuple, np.array, lambda v: [np.uint64(x) for x in v], lambda v: [*map(np.int64, v)]]
+)
+def test_batched_kinds_of_numbers(count: int, kind: Callable[[Any], Any]) -> None:
+    a, b = np.arange(1, 81, dtype=np.uint8), np.zeros(80, np.uint8)
+    at, to = ([int(x.ctypes.data) + 16 * k for k in range(count)] for x in (a, b))
+    ops.batched_memcpy(kind(at), kind(to), kind([16] * count))
+    np.testing.assert_array_equal(b, np.where(np.arange(80) < 16 * count, a, 0))
 
 
 @pytest.mark.parametrize("unit", [64, 1 << 20])

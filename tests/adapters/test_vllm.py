@@ -90,8 +90,8 @@ def test_entries_of_no_bytes(w: TorchLike) -> None:
 
 
 def scattered(w: TorchLike, sizes: list[int]) -> list[object]:
-    """Entries of different sizes, 256 bytes apart, the first two after each other."""
-    src, dst = w.empty("device", (len(sizes), 256)), w.empty("pinned", (len(sizes), 256))
+    """Entries of different sizes, 256 bytes apart, the first two after each other; pinned memory goes on."""
+    src, dst = w.empty("device", (len(sizes), 256)), w.empty("pinned", (len(sizes) + 1, 256))
     given = []
     for t in (src, dst):
         at = [t.data_ptr() + 256 * k for k in range(len(sizes))]
@@ -118,7 +118,7 @@ def test_the_most_descriptors_of_a_call(fake: object, monkeypatch: pytest.Monkey
 def test_the_entry_that_the_driver_refused(fake: object, monkeypatch: pytest.MonkeyPatch, most: str) -> None:
     """Counted as the caller counts: entries of no bytes, and neighbours that went as one, included."""
     w = TorchLike(0).install(monkeypatch)
-    sizes = [16, 8, 0, 24, 40, 0, 56, 72, 300]  # the last goes over the end of its memory
+    sizes = [16, 8, 0, 24, 40, 0, 56, 72, 300]  # the last goes over the end of the device's memory
     monkeypatch.setenv("VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS", most)
     with pytest.raises(kvraw.DriverError, match="failed at descriptor 8") as caught:
         vllm.swap_blocks_batch(*scattered(w, sizes))

@@ -161,6 +161,7 @@ def _reach_few(objects: Sequence[int], host: U64, nbytes: int) -> Reached:
             if info is not None and info.base <= address <= info.base + info.size - nbytes * here:
                 begin, end = info.base, info.base + info.size
                 shift = info.device_address - address if here else 0
+                edges = (*edges, end) if here else edges  # copies of neighbours must not grow over it
             else:  # over the end of a registration, or pageable
                 found = locate(address, nbytes)
                 if not found.device_address:
@@ -235,32 +236,40 @@ class Blocks:
         """
         key = tuple(places)
         found = self._rows.get(key)
+        if type(found) is tuple:
+            row: Reached = found[0]
+            if known or driver().pointer_number(places[0]) == found[1]:
+                return row
+            found = _ASK  # the memory was freed, and other memory lies there
         if found is None or found is _ASK:
             if len(self._rows) >= _ROWS:
                 self._rows.clear()
-            row = np.array(places, np.uint64)
-            if known:
-                found = Reached(row, row, False)
-            elif found is None:
-                found = _ASK
-            else:
-                assert self.paged.device is not None
-                with DeviceScope(self.paged.device):
-                    found = Reached(row, row, False) if (locate_all(row).devices == self.paged.device).all() else False
-            self._rows[key] = found
-        return found if type(found) is Reached else None
+            if not known and found is None:
+                self._rows[key] = _ASK
+                return None
+            addresses = np.array(places, np.uint64)
+            assert self.paged.device is not None
+            with DeviceScope(self.paged.device):
+                if known or (locate_all(addresses).devices == self.paged.device).all():
+                    row = Reached(addresses, addresses, False)
+                    self._rows[key] = row, driver().pointer_number(places[0])
+                    return row
+            self._rows[key] = False
+        return None
 
-    def _copy(self, places: list[int], known: bool, ids: IndexVector, skip: int, stream: int | None) -> Any:
+    def _copy(
+        self, places: list[int], known: bool, ids: IndexVector, skip: int, stream: int | None, waited: bool = False
+    ) -> Any:
         device = self.paged.device
         row = self._on_device(places, known) if device is not None and self._open else None
         if row is None and self._plan is None:
             row = reach(places, self.nbytes, device)
         if row is not None or self._plan is None:
             assert row is not None
-            return self._copies.run(row, ids, skip, ids.count - skip, stream)
+            return self._copies.run(row, ids, skip, ids.count - skip, stream, waited=waited)
         done = self._plan(places, ids, skip=skip, stream=stream)
-        if device is not None and ids.host is None:
-            watch(device, done)
+        if device is not None:
+            watch(device, done, ids.host is None and not waited)
         return done
 
     def move(self, objects: Sequence[Any], ids: IndexVector, skip: int) -> None:
@@ -287,18 +296,20 @@ class Blocks:
         self, places: list[int], bad: list[int], ids: IndexVector, skip: int, stream: int | None
     ) -> None:
         assert self.paged.device is not None
-        # Rows that are left out keep what they hold, so the buffers hold it as well.
-        partial = skip > 0 or ids.count < len(places) * self.per_object
+        # Rows that are left out keep what they hold, so the buffers hold it as well; bad ids on the device are.
+        partial = skip > 0 or ids.count < len(places) * self.per_object or ids.host is None
         stand_ins = StandIns(
             [(places[at], self.nbytes) for at in bad], self.paged.device, fill=partial or not self.to_host
         )
         places = list(places)
         for at, address in zip(bad, stand_ins.addresses, strict=True):
             places[at] = address
-        done = self._copy(places, False, ids._replace(owner=(ids.owner, stand_ins)), skip, stream)
+        done = self._copy(places, False, ids._replace(owner=(ids.owner, stand_ins)), skip, stream, self.to_host)
         if self.to_host:
-            done.wait()
-            stand_ins.copy_back()
+            try:
+                done.wait()
+            finally:
+                stand_ins.copy_back()
 
 
 def blocks_of(paged: Paged, to_host: bool, tokens: int) -> Blocks:

@@ -160,9 +160,11 @@ def _entangled(dst: U64, src: U64, sizes: U64) -> bool:
 
 
 def _copy_few(src_ptrs: list[int], dst_ptrs: list[int], sizes: list[int]) -> bool:
-    """Copy a few pieces; does nothing, and says so, where an argument is bad."""
+    """Copy a few pieces; does nothing, and says so, where an argument is bad or no plain number."""
     top = 2**63
     for src, dst, n in zip(src_ptrs, dst_ptrs, sizes, strict=True):
+        if not (type(src) is type(dst) is type(n) is int):
+            return False
         if not (0 <= n < top and 0 <= src < top and 0 <= dst < top and (not n or (src and dst))):
             return False
     for src, dst, n in zip(src_ptrs, dst_ptrs, sizes, strict=True):
@@ -174,6 +176,8 @@ def batched_memcpy(src_ptrs: list[int], dst_ptrs: list[int], sizes: list[int]) -
     """Copy ``sizes[i]`` bytes of host memory from ``src_ptrs[i]`` to ``dst_ptrs[i]``, as if one after the other."""
     if not len(src_ptrs) == len(dst_ptrs) == len(sizes):
         raise ValueError("batched_memcpy expects equally sized src_ptrs, dst_ptrs, and sizes")
+    if not len(sizes):
+        return
     if len(sizes) <= _FEW and type(sizes) is list and sum(sizes) < _LARGE and _copy_few(src_ptrs, dst_ptrs, sizes):
         return
     (src, some_src), (dst, some_dst) = _vector("src_ptrs", src_ptrs), _vector("dst_ptrs", dst_ptrs)

@@ -41,14 +41,17 @@ class Copies:
     index: str
     kernel: bool
 
-    def run(self, row: Reached, ids: IndexVector, first: int, count: int, stream: int | None) -> Copy | None:
+    def run(
+        self, row: Reached, ids: IndexVector, first: int, count: int, stream: int | None, *, waited: bool = False
+    ) -> Copy | None:
         """Copy by one part after the other, between the cache and bases of the other side; the last copy.
 
-        Copies whose ids only the device sees are watched.
+        Copies whose ids only the device sees are watched, unless the caller waits for the last, which has the same to
+        report as the others.
         """
         paged, to_host, device, done = self.paged, self.to_host, self.paged.device, None
         if self.kernel and device is not None and stream is not None and (ids.host is None or not row.link):
-            return self._launch(row, ids, first, count, stream, device)
+            return self._launch(row, ids, first, count, stream, device, waited)
         for copy, part, table in zip(self.each, paged.parts, paged.reached(), strict=True):
             at = np.uint64(part.at)
             side = Reached(row.host + at, row.seen + at, row.link, row.edges) if part.at else row
@@ -56,11 +59,13 @@ class Copies:
                 done = copy(table, side, count, src_index=ids, first=first, stream=stream)
             else:
                 done = copy(side, table, count, dst_index=ids, first=first, stream=stream)
-            if device is not None and ids.host is None:
-                watch(device, done)
+            if device is not None:
+                watch(device, done, ids.host is None and not waited)
         return done
 
-    def _launch(self, row: Reached, ids: IndexVector, first: int, count: int, stream: int, device: int) -> Copy | None:
+    def _launch(
+        self, row: Reached, ids: IndexVector, first: int, count: int, stream: int, device: int, waited: bool
+    ) -> Copy | None:
         """The same where nothing but the kernel can do it: nothing is to be looked up or chosen."""
         if ids.device not in (None, ASK_DRIVER, device):
             raise PlacementError(f"{self.index} lies on device {ids.device}, must lie on {device} or the host")
@@ -75,6 +80,5 @@ class Copies:
                     check_host_index(self.index, ids.host[: first + count], side, first)
                 src, dst = (cache, flat) if self.to_host else (flat, cache)
                 done = copy.launch(state, src, dst, count, stream, first=first, link=row.link, refs=ids)
-                if ids.host is None:
-                    watch(device, done)
+                watch(device, done, ids.host is None and not waited)
         return done

@@ -35,14 +35,6 @@ def _keep(key: tuple[object, ...], state: object, tensors: list[Any], value: obj
         _known[key] = state, refs, value
 
 
-def version(tensor: Any) -> int:
-    """How often torch changed a tensor's values."""
-    try:
-        return int(tensor._version)
-    except RuntimeError:  # tensors of torch's inference mode have no version: they count as unchanged
-        return -1
-
-
 def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
     """What `make` made of an argument and a key before, or makes now.
 
@@ -50,8 +42,8 @@ def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
     ----------
     given : object
         A tensor of addresses on a device, which counts as unchanged while torch counts no change; or tensors (one, a
-        list, a list of lists), which do while they lie where they lay. Nothing is remembered of anything else, which is
-        cheap to read.
+        list, a list of lists), which do while they lie where they lay. Nothing is remembered of a table for which torch
+        keeps no count, nor of anything else, which is cheap to read.
     key : tuple
         What else `make` looks at.
     make : callable
@@ -64,8 +56,8 @@ def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
         flat = list(given) if not isinstance(given[0], (list, tuple)) else [t for entry in given for t in entry]
         full: tuple[object, ...] = (*map(id, flat), len(given), key)
         try:
-            first = flat[0]
-            state = [t.data_ptr() for t in flat], first.shape, first.stride()
+            # Strides and counts tell shapes: to ask for the shape of each of many tensors takes as long as both.
+            state = [t.data_ptr() for t in flat], [t.numel() for t in flat], [t.stride() for t in flat], flat[0].shape
         except (AttributeError, IndexError):  # no tensors: `make` says so
             return make()
     elif hasattr(given, "data_ptr"):
@@ -75,7 +67,10 @@ def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
         elif given.device.type == "cpu":
             return make()
         else:
-            state = given.data_ptr(), shape, version(given)
+            try:
+                state = given.data_ptr(), shape, given.stride(), given._version
+            except RuntimeError:  # made in torch's inference mode: nothing tells when it is changed
+                return make()
         full, flat = (id(given), key), [given]
     else:
         return make()

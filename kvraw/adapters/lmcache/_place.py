@@ -10,17 +10,21 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+from kvraw.adapters import captures
 from kvraw.engines.grid import Operation
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.prepared import Copy
 from kvraw.runtime.context import DeviceScope, current_device
 from kvraw.runtime.driver import driver, driver_or_none
+from kvraw.runtime.inflight import Completion
 from kvraw.transfer_plan import Transfer
 
 __all__ = ["current_stream", "device_index", "raise_seen", "tensor_device", "this_device", "watch"]
 
 _log = logging.getLogger("kvraw")
 _watched: defaultdict[int, deque[Transfer | Copy | Operation]] = defaultdict(deque)
+_captured: defaultdict[int, deque[Completion]] = defaultdict(deque)
+_LOOKS = 8  # captured copies that a call looks at, in turn: graphs may hold thousands
 _lock = threading.RLock()
 _raw_stream: Callable[[int], int] | None = None
 _indices: dict[Any, int | None] = {}  # of devices that were named by something other than a number
@@ -86,20 +90,27 @@ def current_stream(device: int) -> int:
     return int(_raw_stream(device))
 
 
-def watch(device: int, copy: Transfer | Copy | Operation) -> None:
-    """Remember a copy whose ids only the device has seen."""
-    _watched[device].append(copy)
+def watch(device: int, copy: Transfer | Copy | Operation, unseen: bool = True) -> None:
+    """Remember a copy that nobody waits for where only the device has seen its ids, and in any case one of a graph."""
+    completion: Completion | None = getattr(copy, "_completion", None)
+    if captures.keep(device, completion):
+        if unseen and completion is not None:
+            _captured[device].append(completion)
+    elif unseen:
+        _watched[device].append(copy)
 
 
 def raise_seen(device: int, stream: int) -> None:
     """Raise what a copy of an earlier call on this device met, as the driver does with its own asynchronous errors."""
-    queue = _watched.get(device)
-    if not queue:
+    queue, captured = _watched.get(device), _captured.get(device, ())
+    if not queue and not captured:
         return
     d = driver()
     with DeviceScope(device):  # a default stream is the current context's
         if d.stream_capturing(stream):  # a capture forbids asking about events
             return
+        if captured:
+            _look_at_replays(device)
         while queue:
             with _lock:
                 if not queue or not queue[0].done():
@@ -110,3 +121,17 @@ def raise_seen(device: int, stream: int) -> None:
             except (BoundsError, LayoutError) as error:
                 _log.error("an earlier transfer on device %s: %s", device, error)
                 raise
+
+
+def _look_at_replays(device: int) -> None:
+    """Raise what a replay of a captured copy met."""
+    queue = _captured[device]
+    for _ in range(min(len(queue), _LOOKS)):
+        with _lock:
+            replayed = queue[0]
+            queue.rotate(-1)
+            replayed.wait()  # for nothing: takes up what replays reported
+            error = replayed.error
+        if error is not None:
+            _log.error("a replay of a transfer on device %s: %s", device, error)
+            raise error

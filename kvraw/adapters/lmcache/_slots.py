@@ -111,10 +111,13 @@ class _Rows:
             stand_ins = StandIns([(address, self._span)], device, fill=True)
             address = stand_ins.addresses[0]
             ids = ids._replace(owner=(ids.owner, stand_ins))
-            done = self._copies.run(self._reached(address, locate(address, self._span)), ids, skip, count, stream)
-        if self.to_host and done is not None:
-            done.wait()
-            stand_ins.copy_back()
+            reached, waited = self._reached(address, locate(address, self._span)), self.to_host
+            done = self._copies.run(reached, ids, skip, count, stream, waited=waited)
+        if waited and done is not None:
+            try:
+                done.wait()
+            finally:  # what a bad slot leaves out is one token
+                stand_ins.copy_back()
 
     def _reached(self, address: int, where: Where) -> Reached:
         last = self._last
