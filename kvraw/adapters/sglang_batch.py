@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvraw.adapters import captures, tensors
 from kvraw.engines import copy_engine
 from kvraw.engines.aside import in_order
@@ -15,7 +13,7 @@ from kvraw.errors import DriverError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Operation
 
-__all__ = ["enqueue", "holder"]
+__all__ = ["enqueue"]
 
 
 def enqueue(
@@ -54,23 +52,8 @@ def enqueue(
                 try:
                     copy_engine.enqueue(part, operation.stream, capturing=capturing, pageable=pageable, edges=edges)
                 except DriverError as error:
-                    raise _of_copy(error, copy_engine.split(part, edges), d) from None
+                    if error.index is None or not begin:
+                        raise
+                    raise DriverError(error.name, error.code, error.call, index=begin + error.index) from error
 
         captures.keep(device, in_order(device_state(device), stream, work, pageable=pageable, refs=refs))
-
-
-def _of_copy(error: DriverError, given: Descriptors, d: Descriptors) -> DriverError:
-    """The driver's error about what it was given, with the number of the failing copy among `d`."""
-    k = error.index
-    if k is not None:
-        k = holder(d, given, k)
-    return DriverError(error.name, error.code, error.call, index=k)
-
-
-def holder(d: Descriptors, made: Descriptors, at: int) -> int | None:
-    """Which of some copies begins where copy `at` among those made of them does, or holds its first byte."""
-    dst, src = made.dst[at], made.src[at]
-    inside = (d.dst <= dst) & (dst - d.dst < d.sizes) & (d.src <= src) & (src - d.src < d.sizes)
-    begins = inside & (d.dst == dst) & (d.src == src)
-    found = np.flatnonzero(begins if begins.any() else inside)
-    return int(found[0]) if len(found) else None

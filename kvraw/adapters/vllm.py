@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import captures, tensors
-from kvraw.adapters.sglang_batch import enqueue, holder
+from kvraw.adapters.sglang_batch import enqueue
 from kvraw.adapters.sglang_direct import device_of
 from kvraw.arrays import U64, IndexVector
 from kvraw.batch import memcpy_batch
 from kvraw.engines import copy_engine
-from kvraw.engines.copy_engine import Descriptors
+from kvraw.engines.copy_engine import Descriptors, holder
 from kvraw.engines.device_state import device_state
 from kvraw.engines.operands import Operands
 from kvraw.errors import BoundsError, DriverError, LayoutError, PlacementError
