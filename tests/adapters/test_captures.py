@@ -73,9 +73,7 @@ def direct(w: TorchLike) -> Any:
 CASES: dict[str, Callable[[TorchLike], Any]] = {
     "blocks by ids on the host": lambda w: blocks(w, False),
     "blocks by ids on the device": lambda w: blocks(w, True),
-    "blocks of pageable objects": lambda w: blocks(w, True, "host"),
     "slots": lambda w: slots(w, "pinned"),
-    "slots of pageable tokens": lambda w: slots(w, "host"),
     "a plan": planned,
     "swap_blocks": lambda w: swapped(w, True),
     "swap_blocks_batch": lambda w: swapped(w, False),
@@ -131,3 +129,15 @@ def test_what_replays_met_is_raised_later(fake: FakeDriver, w: TorchLike) -> Non
     assert len(_place._captured[0]) == 12  # the graph may replay again
     w.synchronize()
     world.close()
+
+
+@pytest.mark.parametrize("make", [lambda w: blocks(w, True, "host"), lambda w: slots(w, "host")])
+def test_pageable_memory_in_a_capture(make: Callable[[TorchLike], Any], w: TorchLike, fake: FakeDriver) -> None:
+    assert w.stream is not None
+    used, work = make(w)
+    work()  # fine without
+    w.synchronize()
+    fake.capture(w.stream.handle, True)
+    with pytest.raises(kvraw.PlacementError, match="that a graph captures; pin it"):
+        work()
+    del used

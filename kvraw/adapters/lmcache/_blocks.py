@@ -13,7 +13,7 @@ import numpy as np
 from kvraw import config
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import remembered
-from kvraw.adapters.lmcache._pageable import StandIns, pageable
+from kvraw.adapters.lmcache._pageable import StandIns, pageable, require_no_capture
 from kvraw.adapters.lmcache._paged import (
     Counts,
     Paged,
@@ -296,6 +296,7 @@ class Blocks:
         self, places: list[int], bad: list[int], ids: IndexVector, skip: int, stream: int | None
     ) -> None:
         assert self.paged.device is not None
+        require_no_capture(self.paged.device, stream)
         # Rows that are left out keep what they hold, so the buffers hold it as well; bad ids on the device are.
         partial = skip > 0 or ids.count < len(places) * self.per_object or ids.host is None
         stand_ins = StandIns(

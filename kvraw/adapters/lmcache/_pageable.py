@@ -10,9 +10,12 @@ import numpy as np
 
 from kvraw.arrays import TensorView
 from kvraw.engines import cpu
+from kvraw.errors import PlacementError
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import PinnedBuffer, locate
 
-__all__ = ["StandIns", "pageable"]
+__all__ = ["StandIns", "pageable", "require_no_capture"]
 
 _KEPT = 64 << 20  # bytes of buffers that are kept for the next call, per device
 _lock = threading.RLock()
@@ -22,6 +25,13 @@ _free: defaultdict[int, list[PinnedBuffer]] = defaultdict(list)
 def pageable(address: int, nbytes: int) -> bool:
     """Whether a range is host memory that the device cannot reach; its context is current."""
     return not locate(address, nbytes).device_address
+
+
+def require_no_capture(device: int, stream: int | None) -> None:
+    """Raise `PlacementError` where a capture is in progress: no replay would go by way of the buffers."""
+    with DeviceScope(device):
+        if stream is not None and driver().stream_capturing(stream):
+            raise PlacementError("pageable host memory cannot take part in a transfer that a graph captures; pin it")
 
 
 class _Lease:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvraw.adapters.lmcache._blocks import ids_of
 from kvraw.adapters.lmcache._memo import remembered
-from kvraw.adapters.lmcache._pageable import StandIns
+from kvraw.adapters.lmcache._pageable import StandIns, require_no_capture
 from kvraw.adapters.lmcache._paged import INDEXER, Counts, Paged, Part, from_pointers, from_tensors, host_table
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, tensor_device
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla
@@ -108,6 +108,7 @@ class _Rows:
             if where.device_address:
                 self._copies.run(self._reached(address, where), ids, skip, count, stream)
                 return
+            require_no_capture(device, stream)
             stand_ins = StandIns([(address, self._span)], device, fill=True)
             address = stand_ins.addresses[0]
             ids = ids._replace(owner=(ids.owner, stand_ins))
