@@ -63,7 +63,7 @@ class _Book:
                 near = [e for e in self.entries[max(at - 1, 0) : at + 2] if e.begin < end and begin < e.end]
                 if not near:
                     entry = _Entry(begin, end, device)
-                    self.entries.insert(at, entry)
+                    bisect.insort(self.entries, entry, key=lambda e: e.begin)  # `at` may be stale: see `changed`
                     return entry, True
                 (found, *_) = near
                 if (found.begin, found.end) != (begin, end) or found.state == "stuck":
@@ -83,11 +83,12 @@ class _Book:
         Their memory must stay mapped: its address would be taken for registered memory.
         """
         with self.changed:
-            at = self.entries.index(entry)
             left = [_Entry(begin, end, entry.device) for begin, end in sorted(stuck)]
             for one in left:
                 one.state, one.pieces, one.owners = "stuck", [(one.begin, one.end)], entry.owners
-            self.entries[at : at + 1] = left
+            self.entries.remove(entry)
+            for one in left:
+                bisect.insort(self.entries, one, key=lambda e: e.begin)
             self.publish()
 
 
