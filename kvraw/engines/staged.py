@@ -215,8 +215,8 @@ class StagedPlan:
         first_chunk: int,
         chunks: int,
         edges: tuple[int, ...],
-    ) -> int:
-        """Enqueue whole chunks `first_chunk` to `first_chunk + chunks`; returns the slots used.
+    ) -> None:
+        """Enqueue whole chunks `first_chunk` to `first_chunk + chunks`.
 
         The operation's stream waits for all of it. Where the kernel is to check indices on the device, a store
         clears the slots first: what belongs to a bad index becomes zeros. `addresses` are the chunks' as the host
@@ -256,7 +256,6 @@ class StagedPlan:
                 slot.release(reader)
             if self._store and slot is not None:
                 d.stream_wait_event(stream, slot.free)
-        return len(steps)
 
     def _kernel(
         self,
