@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -262,7 +262,8 @@ class HostKVPool:
                 driver().stream_wait_event(own, event)
                 state.books.give_event(event)
             by_copies = engine == "copy"
-            enqueue = partial(copy.batch, pageable=False) if by_copies else partial(copy.launch, link=True)
+            by_kernel = partial(copy.launch, link=True, captured=capturing)
+            enqueue: Callable[..., Copy] = partial(copy.batch, pageable=False) if by_copies else by_kernel
             try:
                 for pair in bases:
                     src, dst = (b.host if by_copies else b.seen for b in pair)

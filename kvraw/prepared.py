@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,9 +78,6 @@ class PreparedCopy:
         Check indices against the sides' limits, on the host where they are there, else in the kernel.
     names, index_names : tuple of str
         What errors call the source and the destination, and their indices.
-    errors : deque, optional
-        For callers that wait for no copy: takes what the kernel found in indices that lie on the device, and the next
-        call raises the oldest.
     """
 
     def __init__(
@@ -95,7 +91,6 @@ class PreparedCopy:
         check: bool = True,
         names: tuple[str, str] = ("src", "dst"),
         index_names: tuple[str, str] | None = None,
-        errors: deque[Exception] | None = None,
     ) -> None:
         if engine == "auto":
             engine = config.ENGINE.get()
@@ -105,11 +100,9 @@ class PreparedCopy:
             )
         self.plan, self.device, self.check, self.names = plan, device, check, names
         self.index_names = index_names or (f"{names[0]}_index", f"{names[1]}_index")
-        self._engine, self._errors = engine, errors
+        self._engine = engine
         self._chosen: dict[int, str] = {}  # by the number of items
-        self._kernel = KernelPlan(
-            plan, ctas=ctas, threads=threads or THREADS, check=check, names=self.index_names, errors=errors
-        )
+        self._kernel = KernelPlan(plan, ctas=ctas, threads=threads or THREADS, check=check, names=self.index_names)
         self._cpu = cpu.CpuPlan(plan) if device is None and engine != "reference" else None
 
     def __call__(
@@ -171,7 +164,9 @@ class PreparedCopy:
                     edges=ready.edges,
                     refs=refs,
                 )
-            return self.launch(state, ends[0], ends[1], count, handle, first=first, link=ready.link, refs=refs)
+            return self.launch(
+                state, ends[0], ends[1], count, handle, first=first, link=ready.link, captured=capturing, refs=refs
+            )
 
     def ready(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
@@ -191,24 +186,24 @@ class PreparedCopy:
         *,
         first: int = 0,
         link: bool,
+        captured: bool,
+        told: Callable[[Exception], None] | None = None,
         refs: object = None,
     ) -> Copy:
         """Enqueue the kernel with operands that the caller has checked; the device's context is current.
 
-        `link` says that host memory takes part.
+        `link` says that host memory takes part, `captured` that a capture is in progress on the stream; `told` receives
+        what the kernel found in indices on the device, where nobody waits for the copy.
         """
-        captured = driver().stream_capturing(stream)
-        if self._errors is not None and not captured:
-            state.books.reap()  # for what earlier ones found
         operation = state.books.begin(stream, captured=captured)
         try:
-            self.enqueue_kernel(state, operation, src, dst, first, count, link=link)
+            self._kernel.enqueue(state, operation, src, dst, first, count, link=link, told=told)
             completion = operation.commit(refs)
         except BaseException:
             operation.abort()
             raise
-        if captured and self._errors is not None:
-            state.books.lost.append(completion)  # nobody holds it, and nothing tells when the graph is gone
+        if captured and told is not None:
+            state.board.kept.append(completion)  # nobody holds it, and nothing tells when the graph is gone
         return Copy(completion, "kernel", self.device)
 
     def enqueue_kernel(
@@ -223,13 +218,6 @@ class PreparedCopy:
         link: bool,
     ) -> None:
         """Enqueue the kernel as a part of an operation, with operands that the caller has checked."""
-        if self._errors:
-            try:
-                error = self._errors.popleft()
-            except IndexError:  # another thread took it
-                pass
-            else:
-                raise error
         self._kernel.enqueue(state, operation, src, dst, first, count, link=link)
 
     def batch(

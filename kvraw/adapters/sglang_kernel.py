@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvraw.adapters import tensors
+from kvraw.adapters.found import raise_found, teller
 from kvraw.arrays import U64, IndexVector
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.operands import DeviceTable, Operands
@@ -15,6 +16,7 @@ from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.stream import capturing
 
 __all__ = ["End", "Numbers", "Rows", "default_quota", "index_on_device", "launch", "transfer"]
 
@@ -225,7 +227,6 @@ def _make(src: End, dst: End, rows: Rows, ctas: int, threads: int, device: int |
         ctas=ctas,
         threads=threads,
         index_names=_INDEX_NAMES,
-        errors=None if device is None else tensors.errors_of[device],
     )
     return _Ready(copy, *ends)
 
@@ -332,6 +333,9 @@ def launch(
         if not count or not layers:
             return
         state = device_state(device)
+        captured = capturing(stream)
+        if not captured:
+            raise_found(device, state.board)
         while True:
             reads = _operands("src", src, ready.src, layers, at, state, stream)
             writes = _operands("dst", dst, ready.dst, layers, to, state, stream)
@@ -339,7 +343,17 @@ def launch(
                 break
             _known.clear()  # host memory was unpinned, or pinned elsewhere, since
             ready = _learn(key, src, dst, numbers, quota, warps, device)
-        ready.copy.launch(state, reads, writes, count, stream, link=True, refs=(src, dst, at, to))
+        ready.copy.launch(
+            state,
+            reads,
+            writes,
+            count,
+            stream,
+            link=True,
+            captured=captured,
+            told=teller(device),
+            refs=(src, dst, at, to),
+        )
 
 
 def _learn(

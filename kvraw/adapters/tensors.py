@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +14,9 @@ from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.errors import DriverError, PlacementError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
+from kvraw.runtime.inflight import Completion
 from kvraw.runtime.memory import locate, locate_all
+from kvraw.runtime.stream import capturing
 
 __all__ = [
     "Ranges",
@@ -23,7 +24,6 @@ __all__ = [
     "current_stream",
     "device_table_bits",
     "dtype_name",
-    "errors_of",
     "find_ranges",
     "host_spans",
     "host_values",
@@ -34,9 +34,6 @@ __all__ = [
     "span",
     "table_array",
 ]
-
-# What kernels found, by device: an operation returns no object to wait on, so the next one raises it.
-errors_of: defaultdict[int, deque[Exception]] = defaultdict(deque)
 
 _names: dict[Any, str] = {}
 _raw_stream: Callable[[int], int] | None = None
@@ -232,12 +229,13 @@ def host_values(tensor: Any) -> I64:
 class _Table:
     """What is known of one pointer table on a device."""
 
-    __slots__ = ("asked", "bits", "ref", "state")
+    __slots__ = ("asked", "bits", "pending", "ref", "state")
 
     def __init__(self, tensor: Any, key: int, state: tuple[int, int]) -> None:
         self.ref = weakref.ref(tensor, lambda _: _tables.pop(key, None))
         self.state = state
         self.bits, self.asked = 8, False
+        self.pending: Completion | None = None  # what brings the answer
 
 
 _tables: dict[int, _Table] = {}  # by id: tensors compare by element
@@ -263,8 +261,11 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
     if table is None or table.state != now or table.ref() is not tensor:
         table = _tables[key] = _Table(tensor, key, now)
     elif table.asked:
+        pending = table.pending
+        if pending is not None and not capturing(stream) and pending.done():
+            table.pending = None
         return table.bits
-    if not driver().stream_capturing(stream):
+    if not capturing(stream):
         count = int(tensor.numel())
         operation = state.books.begin(stream)
         upload = state.take_upload(count)
@@ -276,7 +277,7 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
         except BaseException:
             operation.abort()
             raise
-        operation.commit(tensor)
+        table.pending = operation.commit(tensor)
         table.asked = True
     return table.bits
 

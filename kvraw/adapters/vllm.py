@@ -168,7 +168,7 @@ def _by_kernel(
             if copy.choose(link, True, capturing, count) == "copy":
                 continue
             ends = [Operands(one.seen if mine is None else one.seen[mine]) for one in found]
-            done = copy.launch(device_state(device), ends[0], ends[1], count, stream, link=link)
+            done = copy.launch(device_state(device), ends[0], ends[1], count, stream, link=link, captured=capturing)
             captures.keep(device, done.completion)
             gone = np.ones(count, bool) if mine is None else mine
             left = ~gone if left is None else left & ~gone

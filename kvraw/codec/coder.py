@@ -6,8 +6,8 @@ from typing import Any
 
 from kvraw.codec import args, cpu, gpu
 from kvraw.codec.operands import Job
-from kvraw.engines.grid import Launch, Launches, Operation, capturing, key_of
-from kvraw.runtime.stream import stream_handle
+from kvraw.engines.grid import Launch, Launches, Operation, key_of
+from kvraw.runtime.stream import capturing, stream_handle
 
 __all__ = ["decode_into", "encode_into", "prepare", "write_cdf"]
 

@@ -1,4 +1,4 @@
-"""What the GPU engines keep per device: operations in flight, status words, and buffers for large tables."""
+"""What the GPU engines keep per device: operations in flight, status words and buffers for large tables."""
 
 from __future__ import annotations
 
@@ -6,34 +6,23 @@ import ctypes
 import threading
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvraw.arrays import U64
 from kvraw.engines.arena import StagingArena
+from kvraw.engines.board import Board
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.inflight import InFlight
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
 from kvraw.runtime.stream import Stream
 
-__all__ = ["DeviceState", "StatusWord", "Upload", "device_state", "drain"]
-
-_PAGE_WORDS = 512  # one 4096-byte page of status words, two a transfer
+__all__ = ["DeviceState", "Upload", "device_state", "drain"]
 
 
 def _words(buffer: PinnedBuffer, count: int) -> U64:
     array = np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(buffer.address))
     return array.view(np.uint64)
-
-
-@dataclass(frozen=True, slots=True)
-class StatusWord:
-    """Two words of pinned memory that a kernel writes when it meets a bad index: where, and what."""
-
-    values: U64
-    device_address: int
-    page: PinnedBuffer
 
 
 class Upload:
@@ -62,11 +51,11 @@ class DeviceState:
         self.owner = d = driver()
         self.device = device
         self.books = InFlight()
+        self.board = Board(device)
         self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")
         self.arena = StagingArena(device)
         self._lock = threading.RLock()
         self._side: dict[str, Stream] = {}
-        self._status: list[StatusWord] = []
         self._uploads: dict[int, list[Upload]] = defaultdict(list)
 
     def side_stream(self, direction: str) -> Stream:
@@ -75,24 +64,6 @@ class DeviceState:
             if direction not in self._side:
                 self._side[direction] = Stream(self.device)
             return self._side[direction]
-
-    def take_status(self) -> StatusWord:
-        """A cleared status word, to be given back with `give_status`."""
-        with self._lock:
-            if not self._status:
-                page = PinnedBuffer(_PAGE_WORDS * 8, self.device)
-                words = _words(page, _PAGE_WORDS)
-                for at in range(0, _PAGE_WORDS, 2):
-                    self._status.append(StatusWord(words[at : at + 2], page.device_address + at * 8, page))
-            status = self._status.pop()
-        status.values[:] = 0
-        return status
-
-    def give_status(self, status: StatusWord) -> Exception | None:
-        """Take a status word back that no kernel can write any more."""
-        with self._lock:
-            self._status.append(status)
-        return None
 
     def take_upload(self, words: int) -> Upload:
         """Buffers for at least this many words, to be given back with `give_upload`."""

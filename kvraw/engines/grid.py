@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import CudaDriver, driver
+from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Completion
-from kvraw.runtime.memory import PinnedBuffer
 from kvraw.runtime.module import ArgumentBlock, Kernel
+from kvraw.runtime.stream import capturing
 
-__all__ = ["Failed", "Launch", "Launches", "Operation", "capturing", "key_of"]
+__all__ = ["Launch", "Launches", "Operation", "key_of"]
 
 FAULT_BITS = 4  # of the status word's first part; the rest is one more than the place
-_PAGE = 64  # pairs of status words that are looked at together
-_CLEAR = bytes(16 * _PAGE)
-_DEFAULT_STREAMS = (0, 1)  # they cannot be captured
 
 Explain = Callable[[int, int, int], Exception]
 
@@ -56,109 +51,6 @@ class Operation:
         return Operation(*self._completions, *other._completions)
 
 
-class Failed(Operation):
-    """An operation that is over and found something."""
-
-    __slots__ = ("_error",)
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self._error = error
-
-    def wait(self) -> None:
-        """Raise what it found."""
-        raise self._error
-
-
-class _Ticket:
-    """Two words of pinned memory that the kernel of one launch at a time writes when it meets bad data."""
-
-    __slots__ = ("_at", "_free", "_words", "address", "completion", "launch")
-
-    launch: Launch
-
-    def __init__(self, words: memoryview[int], at: int, address: int, free: list[_Ticket]) -> None:
-        self._words, self._at, self.address, self._free = words, at, address, free
-        self.completion: Completion | None = None
-
-    @property
-    def written(self) -> bool:
-        """Whether a kernel wrote; it may still be under way."""
-        return self._words[self._at] != 0
-
-    def read(self) -> Exception | None:
-        """What the kernel found since the last time."""
-        words, at = self._words, self._at
-        where = words[at]
-        if not where:
-            return None
-        launch = self.launch
-        error = launch.explain(where & (1 << FAULT_BITS) - 1, (where >> FAULT_BITS) - 1, words[at + 1])
-        words[at] = words[at + 1] = 0
-        if launch.told is not None:
-            launch.told(error)
-        return error
-
-    def give_back(self) -> Exception | None:
-        """To the next launch; no kernel can write any more."""
-        self._free.append(self)
-        return None
-
-
-class _Board:
-    """The tickets of one device. What kernels wrote on them is seen without asking the driver."""
-
-    def __init__(self, device: int) -> None:
-        self._device = device
-        self._lock = threading.RLock()
-        self._pages: list[tuple[PinnedBuffer, memoryview[int]]] = []
-        self._tickets: list[_Ticket] = []
-        self.free: list[_Ticket] = []
-        self.kept: list[Completion] = []  # of captures that nobody holds: nothing tells when the graph is gone
-
-    def more(self) -> _Ticket:
-        """A ticket where none is free; the device's context is current."""
-        page = PinnedBuffer(len(_CLEAR), self._device)
-        nbytes = (ctypes.c_uint8 * len(_CLEAR)).from_address(page.address)
-        view = memoryview(nbytes).cast("B")
-        view[:] = _CLEAR
-        words = view.cast("Q")
-        made = [_Ticket(words, 2 * k, page.device_address + 16 * k, self.free) for k in range(_PAGE)]
-        with self._lock:
-            self._pages.append((page, view))
-            self._tickets += made
-        self.free += made[1:]
-        return made[0]
-
-    def look(self) -> None:
-        """Settle launches that are over and found something. No capture is in progress."""
-        for _, page in self._pages:
-            if page.tobytes() != _CLEAR:
-                break
-        else:
-            return
-        with DeviceScope(self._device):
-            for ticket in self._tickets:
-                completion = ticket.completion
-                if ticket.written and completion is not None and completion.done():
-                    completion.wait()  # takes up what a captured one reports
-
-
-_lock = threading.RLock()
-_boards: weakref.WeakKeyDictionary[CudaDriver, dict[int, _Board]] = weakref.WeakKeyDictionary()
-
-
-def _board(device: int) -> _Board:
-    with _lock:
-        known = _boards.setdefault(driver(), {})
-        return known.get(device) or known.setdefault(device, _Board(device))
-
-
-def capturing(stream: int) -> bool:
-    """Whether a capture is in progress on a stream."""
-    return stream not in _DEFAULT_STREAMS and driver().stream_capturing(stream)
-
-
 class Launch:
     """A kernel with its arguments, to be enqueued any number of times.
 
@@ -181,8 +73,6 @@ class Launch:
     ----------
     told : callable or None
         Receives what the kernel finds where nobody waits for the operation.
-    look : callable
-        Takes up what earlier launches on the device found and nobody waits for; no capture may be in progress.
     """
 
     __slots__ = (
@@ -199,7 +89,6 @@ class Launch:
         "_words",
         "device",
         "explain",
-        "look",
         "owner",
         "told",
     )
@@ -223,11 +112,14 @@ class Launch:
         self._addresses = tuple(fields[name][1] // 8 for name in addresses)
         self._status = fields["status"][1] // 8
         self._lock = threading.RLock()
-        self._board = _board(device)
-        self.look = self._board.look
         with DeviceScope(device):
             self._state: DeviceState = device_state(device)
             self._handle = kernel.handle()
+        self._board = self._state.board
+
+    def found(self, where: int, value: int, origin: int) -> Exception:
+        """The error for what the kernel wrote."""
+        return self.explain(where & (1 << FAULT_BITS) - 1, (where >> FAULT_BITS) - 1, value)
 
     def enqueue(
         self,
@@ -276,32 +168,21 @@ class Launch:
                 operation.enqueued.append(stream)
             if after is not None:
                 operation.then(after)
-            try:
-                ticket = board.free.pop()
-            except IndexError:
-                ticket = board.more()
-            ticket.launch = self
-            operation.report(ticket.read)
-            operation.then(ticket.give_back)
+            status = board.take(operation, self, 0, self.told)
             with self._lock:
                 words = self._words
                 if tensors:
                     for at, tensor in zip(self._addresses, tensors):  # noqa: B905  # fewer, where a kernel takes two
                         words[at] = tensor.data_ptr()
-                words[self._status] = ticket.address
+                words[self._status] = status
                 owner.launch(self._handle, self._ctas, self._threads, stream, self._params)
             operation.enqueued.append(stream)
             completion = operation.commit((tensors, refs))
         except BaseException:
             operation.abort()
             raise
-        if not captured:
-            ticket.completion = completion
-        elif self.told is not None:  # nobody holds it
-            ticket.completion = completion
+        if captured and self.told is not None:  # nobody holds it
             board.kept.append(completion)
-        else:
-            ticket.completion = None  # its holder asks it, and as long as the holder lives so does the ticket's use
         return completion
 
 

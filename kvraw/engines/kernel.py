@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from kvraw import config
 from kvraw.arrays import U64
 from kvraw.engines import kernel_args as ka
-from kvraw.engines.device_state import DeviceState, StatusWord, Upload
+from kvraw.engines.device_state import DeviceState, Upload
 from kvraw.engines.operands import Operands
 from kvraw.errors import BoundsError
 from kvraw.plan import CopyPlan
@@ -49,24 +49,22 @@ class _Piece(NamedTuple):
     inline: bool
 
 
-class _Arrangement:
-    """Where tables and indices of calls of one kind go. Made once per kind, used again by every such call."""
-
-    def __init__(self, lengths: tuple[int, int, int, int]) -> None:
-        # Tables of source and destination, then their host indices (-1: none); the longest leave the block first.
-        room, inline = ka.WORDS, set()
-        for k in sorted(range(4), key=lambda k: lengths[k]):
-            if 0 <= lengths[k] <= room:
-                room -= lengths[k]
-                inline.add(k)
-        self.pieces: list[_Piece] = []
-        ends = [0, 0]  # words of the upload, words of the block
-        for k, length in enumerate(lengths):
-            if length >= 0:
-                fits = k in inline
-                self.pieces.append(_Piece(k % 2, k >= 2, ends[fits], fits))
-                ends[fits] += length
-        self.upload_words = ends[0]
+@functools.lru_cache(1024)
+def _arrangement(lengths: tuple[int, int, int, int]) -> tuple[list[_Piece], int]:
+    """Where tables of source and destination, then their host indices (-1: none) go, and the words of an upload."""
+    room, inline = ka.WORDS, set()
+    for k in sorted(range(4), key=lambda k: lengths[k]):  # the longest leave the block first
+        if 0 <= lengths[k] <= room:
+            room -= lengths[k]
+            inline.add(k)
+    pieces: list[_Piece] = []
+    ends = [0, 0]  # words of the upload, words of the block
+    for k, length in enumerate(lengths):
+        if length >= 0:
+            fits = k in inline
+            pieces.append(_Piece(k % 2, k >= 2, ends[fits], fits))
+            ends[fits] += length
+    return pieces, ends[0]
 
 
 class KernelPlan:
@@ -84,8 +82,6 @@ class KernelPlan:
         Check indices that lie on the device, in the kernel.
     names : tuple of str
         What errors call the source's and the destination's index.
-    errors : deque, optional
-        Takes what the kernel found, for callers that wait for no copy.
     """
 
     def __init__(
@@ -96,15 +92,17 @@ class KernelPlan:
         threads: int = THREADS,
         check: bool = True,
         names: tuple[str, str] = ("src_index", "dst_index"),
-        errors: deque[Exception] | None = None,
     ) -> None:
         if not 32 <= threads <= THREADS or threads % 32:
             raise BoundsError(f"threads is {threads}, must be a multiple of 32 in [32, {THREADS}]")
-        self.threads, self.errors = threads, errors
+        self.threads = threads
         self.plan, self.ctas, self.check, self.names = plan, ctas or config.CTAS.get(), check, names
         self._block = ArgumentBlock(ka.ARGS)
+        self._params = self._block.address
         self._long = self._block.record.view(np.uint64)
         self._short = self._block.record.view(np.uint32)
+        # To write one word through this takes half as long as through the array.
+        self._words: memoryview[int] = memoryview(self._block.record.view("u1").data).cast("B").cast("Q")
         self._lock = threading.RLock()
         self._kind: tuple[object, ...] = ()
         self._pieces: list[_Piece] = []
@@ -132,12 +130,14 @@ class KernelPlan:
         link: bool,
         stream: int | None = None,
         origin: int = 0,
+        told: Callable[[Exception], None] | None = None,
     ) -> None:
         """Enqueue the plan for items `first` to `first + count` on the operation's stream, or on another.
 
         Bases and host indices are read during the call; a table that is the same object as in the call before is taken
         as unchanged. Indices on the device are the caller's to keep. The device's context is current. The operation's
-        error is a `BoundsError` where the kernel met a bad index; it counts indices from `origin`.
+        error is a `BoundsError` where the kernel met a bad index; it counts indices from `origin`. Where nobody waits
+        for the operation, `told` receives it.
         """
         stream = operation.stream if stream is None else stream
         src_index, dst_index = src.index, dst.index
@@ -154,24 +154,21 @@ class KernelPlan:
             if kind != self._kind:
                 self._arrange(src, dst, count)
                 self._kind = kind
-            long = self._long
+            words = self._words
             upload: Upload | None = None
             if self._upload_words:
                 upload = state.take_upload(self._upload_words)
                 operation.then(functools.partial(state.give_upload, upload))
             status = 0
             if self.check and (src_kind > 1 or dst_kind > 1):
-                word = state.take_status()
-                status = word.device_address
-                operation.report(functools.partial(self._report, word, origin))
-                operation.then(functools.partial(state.give_status, word))
+                status = state.board.take(operation, self, origin, told)
             self._write((src, dst), first, count, upload)
             bits = self._bits[0] | self._bits[1]
             if bits != self._last_bits:
                 self._set_width(self.plan.width(bits))
                 self._last_bits = bits
             segments = count * self._segments
-            long[ka.SEGMENTS], long[ka.FIRST_ITEM], long[ka.STATUS] = segments, first, status
+            words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, status
             shape = (segments, link)
             if shape != self._shaped:
                 self._grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
@@ -180,7 +177,8 @@ class KernelPlan:
                 operation.enqueued.append(stream)
                 upload.send(self._upload_words, stream)
             d = state.owner
-            d.launch(self._kernel.handle_for(d), *self._grid, stream, self._block.address)
+            ctas, threads = self._grid
+            d.launch(self._kernel.handle_for(d), ctas, threads, stream, self._params)
             operation.enqueued.append(stream)
 
     def _set_width(self, width: int) -> None:
@@ -193,8 +191,7 @@ class KernelPlan:
     def _arrange(self, src: Operands, dst: Operands, count: int) -> None:
         """Decide where tables and indices go, and write the flags that say so."""
         src_count, dst_count = (count if o.host_index is not None else -1 for o in (src, dst))
-        arrangement = _Arrangement((_bases(src), _bases(dst), src_count, dst_count))
-        self._pieces, self._upload_words = arrangement.pieces, arrangement.upload_words
+        self._pieces, self._upload_words = _arrangement((_bases(src), _bases(dst), src_count, dst_count))
         self._written = [None, None]
         for k, (side, operands) in enumerate(((self.plan.src_flat, src), (self.plan.dst_flat, dst))):
             flags = ka.SKIP_NEGATIVE if side.skip_negative else 0
@@ -209,7 +206,7 @@ class KernelPlan:
 
     def _write(self, sides: tuple[Operands, Operands], first: int, count: int, upload: Upload | None) -> None:
         """Write tables and indices of one call into the block's words or into the upload."""
-        long = self._long
+        words = self._words
         for k, is_index, at, inline in self._pieces:
             operands = sides[k]
             if is_index:
@@ -226,33 +223,26 @@ class KernelPlan:
                 self._bits[k] = operands.bits if operands.bits >= 0 else int(np.bitwise_or.reduce(values))
             if inline:
                 start = ka.WORDS_AT + at
-                long[start : start + len(values)] = values
-                long[field] = (at - skipped) % 2**64
+                self._long[start : start + len(values)] = values
+                words[field] = (at - skipped) % 2**64
             else:
                 assert upload is not None
                 upload.words[at : at + len(values)] = values
-                long[field] = (upload.device.address + (at - skipped) * 8) % 2**64
-        for k, operands in enumerate(sides):
-            index = operands.index
+                words[field] = (upload.device.address + (at - skipped) * 8) % 2**64
+        for k, (_, index, table, _) in enumerate(sides):
             if index is not None and index.host is None:
-                long[ka.INDEX[k]] = index.address
-            if operands.table is not None:
-                long[ka.TABLE[k]], self._bits[k] = operands.table.address, operands.table.bits
+                words[ka.INDEX[k]] = index.address
+            if table is not None:
+                words[ka.TABLE[k]], self._bits[k] = table.address, table.bits
 
-    def _report(self, status: StatusWord, origin: int) -> Exception | None:
-        where = int(status.values[0])
-        if not where:
-            return None
-        value = int(status.values[1].view(np.int64))
-        status.values[:] = 0
-        side = (self.plan.src_flat, self.plan.dst_flat)[where & 1]
-        error = BoundsError(
-            f"{self.names[where & 1]}[{origin + (where >> 1) - 1}] is {value}, must be in [0, {side.limit}); "
+    def found(self, where: int, value: int, origin: int) -> Exception:
+        """The error for what the kernel wrote."""
+        which, signed = where & 1, value - 2**64 if value >= 2**63 else value
+        side = (self.plan.src_flat, self.plan.dst_flat)[which]
+        return BoundsError(
+            f"{self.names[which]}[{origin + (where >> 1) - 1}] is {signed}, must be in [0, {side.limit}); "
             f"the kernel left out every such entry"
         )
-        if self.errors is not None:
-            self.errors.append(error)
-        return error
 
 
 def _bases(operands: Operands) -> int:

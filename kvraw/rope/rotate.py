@@ -13,7 +13,7 @@ import numpy as np
 from kvraw.arrays import ASK_DRIVER, IndexVector, TensorView, dtype_name, host_bytes, index_vector, tensor_view
 from kvraw.engines.cpu import in_parts
 from kvraw.engines.device_state import DeviceState, Upload, device_state
-from kvraw.engines.grid import Launch, Launches, Operation, capturing, key_of
+from kvraw.engines.grid import Launch, Launches, Operation, key_of
 from kvraw.engines.kernel_args import divider
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.ptx.loader import read_ptx
@@ -22,7 +22,7 @@ from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import locate
 from kvraw.runtime.module import ArgumentBlock, Kernel
-from kvraw.runtime.stream import stream_handle
+from kvraw.runtime.stream import capturing, stream_handle
 
 __all__ = ["Call", "launch_key", "rerotate_keys"]
 

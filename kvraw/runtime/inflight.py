@@ -23,10 +23,18 @@ Settle = Callable[[], Exception | None]
 
 
 class Completion:
-    """One enqueued operation: its event, what must outlive it, and what is to happen once it is over."""
+    """One enqueued operation: its event, what must outlive it, and what is to happen once it is over.
+
+    Attributes
+    ----------
+    error : Exception or None
+        What it met, once it is over.
+    told : bool
+        Somebody learns the error; else it is logged.
+    """
 
     __slots__ = (
-        *("__weakref__", "_books", "_event", "_pending", "_refs", "_reports", "_settle", "_told", "error"),
+        *("__weakref__", "_books", "_event", "_pending", "_refs", "_reports", "_settle", "error", "told"),
         "stream",
     )
 
@@ -35,10 +43,10 @@ class Completion:
         self.error: Exception | None = None
         self._books = books
         self._event = event
-        self._pending = self._told = False
+        self._pending = self.told = False
         self._refs: object = None
-        self._reports: list[Settle] | tuple[()] = ()
-        self._settle: list[Settle] | tuple[()] = ()
+        self._reports: tuple[Settle, ...] = ()
+        self._settle: tuple[Settle, ...] = ()
 
     def __repr__(self) -> str:
         where = "" if self.stream is None else f" on stream {self.stream:#x}"
@@ -69,7 +77,7 @@ class Completion:
 
     def wait(self) -> None:
         """Wait on the host until the operation is over, with the GIL released."""
-        self._told = True
+        self.told = True
         event = self._event
         if event is None:
             return
@@ -99,7 +107,7 @@ class Completion:
         self._refs = None
 
 
-def _run(settle: list[Settle] | tuple[()]) -> Exception | None:
+def _run(settle: tuple[Settle, ...]) -> Exception | None:
     error = None
     for one in settle:
         error = one() or error
@@ -111,9 +119,7 @@ class Captured(Completion):
 
     __slots__ = ()
 
-    def __init__(
-        self, books: InFlight, refs: object, reports: list[Settle] | tuple[()], settle: list[Settle] | tuple[()]
-    ) -> None:
+    def __init__(self, books: InFlight, refs: object, reports: tuple[Settle, ...], settle: tuple[Settle, ...]) -> None:
         super().__init__(books, None, None)
         self._refs, self._reports = refs, reports
         weakref.finalize(self, _run, settle)
@@ -130,26 +136,31 @@ class Operation(Completion):
     ----------
     stream : int
         The stream that the operation belongs to.
+    captured : bool
+        It is captured into a graph.
     enqueued : list of int
         Streams that were given work for it.
     """
 
-    __slots__ = ("_captured", "enqueued")
+    __slots__ = ("captured", "enqueued")
 
     stream: int
 
     def __init__(self, books: InFlight, stream: int, captured: bool) -> None:
-        super().__init__(books, None if captured else books.take_event(), stream)
-        self._captured, self._pending = captured, True
+        self.stream, self.error = stream, None
+        self._books, self.captured = books, captured
+        self._event = None if captured else books.take_event()
+        self._pending, self.told = True, False
+        self._refs, self._reports, self._settle = None, (), ()
         self.enqueued: list[int] = []
 
     def report(self, report: Settle) -> None:
         """Call this once the operation is over; what it returns is the operation's error."""
-        self._reports = [*self._reports, report]
+        self._reports += (report,)
 
     def then(self, settle: Settle) -> None:
         """Call this once the operation is over, after all reports."""
-        self._settle = [*self._settle, settle]
+        self._settle += (settle,)
 
     def follow(self, stream: int) -> None:
         """Make the operation's stream wait for what another stream was given so far."""
@@ -165,9 +176,10 @@ class Operation(Completion):
             return Captured(self._books, refs, self._reports, self._settle)
         self.enqueued.append(self.stream)
         try:
-            self._books.owner.event_record(self._event, self.stream)
+            books = self._books
+            books.owner.event_record(self._event, self.stream)
             self._refs = refs
-            self._books.admit(self)
+            books._open.append(self)
         except BaseException:
             self.abort()
             raise
@@ -178,9 +190,9 @@ class Operation(Completion):
         """Give everything back after a failure; waits where work was enqueued, since nothing else tells its end."""
         if not self._pending:
             return
-        settle, event, refs, over = [*self._reports, *self._settle], self._event, self._refs, False
+        settle, event, refs, over = self._reports + self._settle, self._event, self._refs, False
         try:
-            if self._captured and self.enqueued:
+            if self.captured and self.enqueued:
                 raise DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, "cuStreamSynchronize")
             for stream in set(self.enqueued):
                 driver().stream_synchronize(stream)
@@ -233,7 +245,8 @@ class InFlight:
         self._begun += 1
         if not captured and (len(self._open) > _QUIET or not self._begun % (2 * _QUIET)):
             self.reap()
-        self.let_go()
+        if self.dead:
+            self.let_go()
         return Operation(self, stream, captured)
 
     def let_go(self) -> None:
@@ -243,10 +256,6 @@ class InFlight:
                 self.dead.popleft()
             except IndexError:  # another thread took it
                 return
-
-    def admit(self, completion: Completion) -> None:
-        """Put an operation on the books."""
-        self._open.append(completion)
 
     def reap(self, limit: int = 4) -> None:
         """Settle old operations that are over, without waiting; an error nobody waits for is logged.
@@ -265,7 +274,7 @@ class InFlight:
                     self._open.rotate(-1)
                     return
                 self._open.popleft()
-                if oldest.error is not None and not oldest._told:
+                if oldest.error is not None and not oldest.told:
                     _log.error("%s", oldest.error)
 
     def drain(self) -> None:
@@ -275,8 +284,8 @@ class InFlight:
                 oldest = next((one for one in self._open if not one._pending), None)
             if oldest is None:
                 return
-            told = oldest._told
+            told = oldest.told
             oldest.wait()
-            oldest._told = told
+            oldest.told = told
             with self.settle_lock, contextlib.suppress(ValueError):
                 self._open.remove(oldest)

@@ -10,7 +10,9 @@ from kvraw.errors import ClosedError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import CudaDriver, driver, driver_if
 
-__all__ = ["Stream", "stream_handle"]
+__all__ = ["Stream", "capturing", "stream_handle"]
+
+_DEFAULT_STREAMS = (0, 1)  # they cannot be captured
 
 
 def stream_handle(stream: object) -> int:
@@ -39,6 +41,11 @@ def stream_handle(stream: object) -> int:
     if isinstance(handle, int):
         return handle
     raise TypeError(f"stream is a {type(stream).__name__}; must have __cuda_stream__ or cuda_stream, or be an int")
+
+
+def capturing(stream: int) -> bool:
+    """Whether a capture is in progress on a stream."""
+    return stream not in _DEFAULT_STREAMS and driver().stream_capturing(stream)
 
 
 def _destroy(known: weakref.ref[CudaDriver], device: int, handle: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import sglang, tensors, vllm
+from kvraw.adapters import found, sglang, vllm
 from kvraw.adapters.lmcache import _place
 from kvraw.engines.device_state import device_state
 from kvraw.runtime.context import DeviceScope
@@ -26,7 +26,7 @@ from tests.helpers.torch_like import TorchLike
 
 @pytest.fixture
 def w(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    tensors.errors_of[0].clear()
+    found._found[0].clear()
     made = TorchLike(0).install(monkeypatch)
     assert made.stream is not None
     handle = made.stream.handle

@@ -12,7 +12,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import sglang, sglang_direct, tensors, vllm
+from kvraw.adapters import found, sglang, sglang_direct, tensors, vllm
 from kvraw.adapters.lmcache import _blocks, _place
 from kvraw.engines.device_state import device_state
 from kvraw.runtime.context import DeviceScope
@@ -58,7 +58,7 @@ class Pieces:
 
 @pytest.fixture
 def w(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    tensors.errors_of[0].clear()
+    found._found[0].clear()
     vllm._pieces.cache_clear()
     sglang_direct._by_value.clear()
     made = TorchLike(0).install(monkeypatch)

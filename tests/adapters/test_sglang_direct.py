@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import sglang, sglang_direct, tensors
+from kvraw.adapters import found, sglang, sglang_direct, tensors
 from tests.helpers import kv_oracle as oracle
 from tests.helpers.torch_like import Tensor, TorchLike
 
@@ -18,7 +18,7 @@ LAYERS, TOKENS, PAGE = 3, 24, 4
 
 @pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def w(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    tensors.errors_of[0].clear()
+    found._found[0].clear()
     if request.param == "cpu":
         yield TorchLike(None)
         return

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import sglang, sglang_kernel, tensors
+from kvraw.adapters import found, sglang, sglang_kernel, tensors
 from tests.helpers import kv_oracle as oracle
 from tests.helpers.torch_like import Tensor, TorchLike
 
@@ -113,7 +113,7 @@ class Case:
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What an earlier test's kernels found is not raised here."""
-    tensors.errors_of[0].clear()
+    found._found[0].clear()
     sglang_kernel._known.clear()
     yield
     sglang_kernel._known.clear()
@@ -385,7 +385,7 @@ def test_a_capture(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [case.argument(0, plane, 0) for plane in (0, 1)]
     ids = [w.put("device", np.array(x)) for x in (SRC, DST)]
     numbers = {"item_size": case.item, "dst_layout_dim": case.item * LAYERS, "num_layers": LAYERS}
-    calls, lost = fake.calls, len(tensors.device_state(0).books.lost)  # type: ignore[attr-defined]
+    calls, kept = fake.calls, len(tensors.device_state(0).board.kept)  # type: ignore[attr-defined]
     before = calls["event_done"], calls["memcpy_async"]
     assert w.stream is not None
     fake.capture(w.stream.handle, True)  # type: ignore[attr-defined]
@@ -393,5 +393,5 @@ def test_a_capture(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
     sglang.transfer_kv_all_layer_lf_pf(tables[0], pages[0], tables[1], pages[1], *ids, **numbers)
     fake.capture(w.stream.handle, False)  # type: ignore[attr-defined]
     assert (calls["event_done"], calls["memcpy_async"]) == before
-    assert len(tensors.device_state(0).books.lost) == lost + 1
+    assert len(tensors.device_state(0).board.kept) == kept + 1
     case.compare()

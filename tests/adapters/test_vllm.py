@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import tensors, vllm
+from kvraw.adapters import found, vllm
 from tests.helpers.torch_like import TorchLike
 
 BLOCKS = 20
@@ -16,7 +16,7 @@ BLOCKS = 20
 
 @pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def w(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    tensors.errors_of[0].clear()
+    found._found[0].clear()
     if request.param == "cpu":
         yield TorchLike(None)
         return

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvraw.adapters.lmcache import _codec
+from kvraw.adapters.lmcache import _codec, _place
 from kvraw.codec import coder, gpu, quantize
 from kvraw.engines import grid
+from kvraw.engines.board import Ticket
 from kvraw.ptx import build
 from kvraw.rope import rotate
 from kvraw.runtime import driver as driver_module
@@ -226,11 +227,14 @@ def addresses_of_the_first_call(patch: Patch) -> None:
 
 
 def status_not_cleared(patch: Patch) -> None:
-    def read(self: grid._Ticket) -> Exception | None:
+    def read(self: Ticket) -> Exception | None:
         where, value = self._words[self._at], self._words[self._at + 1]
-        return self.launch.explain(where & 15, (where >> 4) - 1, value) if where else None
+        error = self.finder.found(where, value, self.origin) if where else None
+        if error is not None and self.told is not None:
+            self.told(error)
+        return error
 
-    patch.setattr(grid._Ticket, "read", read)
+    patch.setattr(Ticket, "read", read)
 
 
 def alignment_left_out(patch: Patch) -> None:
@@ -253,7 +257,7 @@ def tensors_let_go(patch: Patch) -> None:
 
 
 def captures_unseen(patch: Patch) -> None:
-    patch.setattr(_codec, "capturing", lambda stream: False)
+    patch.setattr(_place, "capturing", lambda stream: False)
 
 
 HOST_FAULTS: dict[str, tuple[Callable[[Patch], None], Callable[..., None]]] = {

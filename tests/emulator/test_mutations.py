@@ -7,11 +7,13 @@ import ctypes
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvraw.engines import kernel as kernel_module
 from kvraw.engines import kernel_args as ka
+from kvraw.engines.board import Board
 from kvraw.engines.device_state import DeviceState
 from kvraw.ptx import loader
 from kvraw.runtime import driver as driver_module
@@ -122,14 +124,15 @@ def upload_given_back_early(patch: Patch) -> None:
 
 
 def status_not_cleared(patch: Patch) -> None:
-    real = DeviceState.take_status
+    real = Board.take
 
-    def take(self: DeviceState) -> object:
-        status = real(self)
-        status.values[:] = 3
-        return status
+    def take(self: Board, *args: Any, **more: Any) -> int:
+        address = real(self, *args, **more)
+        (ticket,) = [t for t in self._tickets if t.address == address]
+        ticket._words[ticket._at] = 3
+        return address
 
-    patch.setattr(DeviceState, "take_status", take)
+    patch.setattr(Board, "take", take)
 
 
 def host_address_for_device(patch: Patch) -> None:

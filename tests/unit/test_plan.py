@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvraw.engines.kernel import _Arrangement, launch_shape
+from kvraw.engines.kernel import _arrangement, launch_shape
 from kvraw.engines.kernel_args import WORDS, divider
 from kvraw.errors import LayoutError
 from kvraw.plan import CopyPlan, Side
@@ -132,13 +132,13 @@ def test_launch_shape_covers_and_stays_within(segments: int, most: int) -> None:
 
 @given(st.lists(st.integers(-1, 600), min_size=4, max_size=4))
 def test_arrangement_never_overlaps_and_fits(lengths: list[int]) -> None:
-    arrangement = _Arrangement(tuple(lengths))  # type: ignore[arg-type]
+    pieces, upload_words = _arrangement(tuple(lengths))  # type: ignore[arg-type]
     for inline in (True, False):
-        taken = [(p.at, p.at + lengths[p.side + 2 * p.is_index]) for p in arrangement.pieces if p.inline is inline]
+        taken = [(p.at, p.at + lengths[p.side + 2 * p.is_index]) for p in pieces if p.inline is inline]
         taken = sorted(t for t in taken if t[0] != t[1])
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
         if inline:
             assert all(end <= WORDS for _, end in taken)
         else:
-            assert all(end <= arrangement.upload_words for _, end in taken)
-    assert len(arrangement.pieces) == sum(n >= 0 for n in lengths)
+            assert all(end <= upload_words for _, end in taken)
+    assert len(pieces) == sum(n >= 0 for n in lengths)

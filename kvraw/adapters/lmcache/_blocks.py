@@ -258,7 +258,14 @@ class Blocks:
         return None
 
     def _copy(
-        self, places: list[int], known: bool, ids: IndexVector, skip: int, stream: int | None, waited: bool = False
+        self,
+        places: list[int],
+        known: bool,
+        ids: IndexVector,
+        skip: int,
+        stream: int | None,
+        captured: bool,
+        waited: bool = False,
     ) -> Any:
         device = self.paged.device
         row = self._on_device(places, known) if device is not None and self._open else None
@@ -266,7 +273,7 @@ class Blocks:
             row = reach(places, self.nbytes, device)
         if row is not None or self._plan is None:
             assert row is not None
-            return self._copies.run(row, ids, skip, ids.count - skip, stream, waited=waited)
+            return self._copies.run(row, ids, skip, ids.count - skip, stream, captured, waited=waited)
         done = self._plan(places, ids, skip=skip, stream=stream)
         if device is not None:
             watch(device, done, ids.host is None and not waited)
@@ -276,13 +283,12 @@ class Blocks:
         """Move blocks on the caller's stream; pageable objects are filled on return."""
         device = self.paged.device
         stream = None if device is None else current_stream(device)
-        if device is not None and stream is not None:
-            raise_seen(device, stream)
+        captured = device is not None and stream is not None and raise_seen(device, stream)
         if ids.count <= skip or not len(objects):
             return
         places, known = self._places(objects)
         try:
-            self._copy(places, known, ids, skip, stream)
+            self._copy(places, known, ids, skip, stream, captured)
         except PlacementError:
             if device is None:
                 raise
@@ -305,7 +311,7 @@ class Blocks:
         places = list(places)
         for at, address in zip(bad, stand_ins.addresses, strict=True):
             places[at] = address
-        done = self._copy(places, False, ids._replace(owner=(ids.owner, stand_ins)), skip, stream, self.to_host)
+        done = self._copy(places, False, ids._replace(owner=(ids.owner, stand_ins)), skip, stream, False, self.to_host)
         if self.to_host:
             try:
                 done.wait()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-from kvraw.adapters.lmcache._place import raise_seen, watch
+from kvraw.adapters.found import teller
+from kvraw.adapters.lmcache._place import raise_seen
 from kvraw.adapters.tensors import current_stream
 from kvraw.codec import args
 from kvraw.codec.coder import prepare
-from kvraw.engines.grid import Failed, Launch, Launches, capturing, key_of
+from kvraw.engines.grid import Launch, Launches, key_of
 from kvraw.rope.rotate import Call, launch_key
 
 __all__ = [
@@ -32,20 +32,11 @@ def _int16() -> Any:
     return torch.int16
 
 
-def _teller(device: int) -> Callable[[Exception], None]:
-    """What makes the next call on a device raise an error."""
-    return lambda error: watch(device, Failed(error))
-
-
 def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
     """Launch on the caller's stream, after raising what earlier calls left behind."""
     device = launch.device
     stream = current_stream(device)
-    captured = capturing(stream)
-    if not captured:  # a capture forbids asking about events
-        launch.look()
-        raise_seen(device, stream)
-    launch.start(stream, tensors, captured)
+    launch.start(stream, tensors, raise_seen(device, stream))
 
 
 def _code(what: str, flags: int, tensors: tuple[Any, ...]) -> None:
@@ -57,7 +48,7 @@ def _code(what: str, flags: int, tensors: tuple[Any, ...]) -> None:
         if made is None:
             return
         launch = made[0]
-        launch.told = _teller(launch.device)
+        launch.told = teller(launch.device)
         _launches.put(key, launch)
     _start(launch, tensors)
 
@@ -114,9 +105,9 @@ def rotary_embedding_k_fused_strided(
         if call is None:
             return
         if call.on_host:
-            call.enqueue(current_stream(call.device), _teller(call.device))
+            call.enqueue(current_stream(call.device), teller(call.device))
             return
         launch = call.launch()
-        launch.told = _teller(launch.device)
+        launch.told = teller(launch.device)
         _launches.put(found, launch)
     _start(launch, tensors)

@@ -214,9 +214,8 @@ def execute_object_group_transfer(
         return
     with DeviceScope(where):
         stream = current_stream(where)
-        raise_seen(where, stream)
+        capturing = raise_seen(where, stream)
         copy = driver().memcpy_async
-        capturing = driver().stream_capturing(stream)
         state = device_state(where)
         session = session_id if phase_timing_enabled else None
         work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)

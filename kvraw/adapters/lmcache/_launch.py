@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvraw.adapters.captures import keep
+from kvraw.adapters.found import teller
 from kvraw.adapters.lmcache._place import watch
 from kvraw.arrays import ASK_DRIVER, IndexVector
 from kvraw.engines.device_state import device_state
@@ -42,16 +44,24 @@ class Copies:
     kernel: bool
 
     def run(
-        self, row: Reached, ids: IndexVector, first: int, count: int, stream: int | None, *, waited: bool = False
+        self,
+        row: Reached,
+        ids: IndexVector,
+        first: int,
+        count: int,
+        stream: int | None,
+        captured: bool,
+        *,
+        waited: bool = False,
     ) -> Copy | None:
         """Copy by one part after the other, between the cache and bases of the other side; the last copy.
 
-        Copies whose ids only the device sees are watched, unless the caller waits for the last, which has the same to
-        report as the others.
+        `captured` says that a capture is in progress on the stream. What kernels find in ids that only the device sees
+        is raised by a later call, unless the caller waits for the last copy, which has the same to report as others.
         """
         paged, to_host, device, done = self.paged, self.to_host, self.paged.device, None
         if self.kernel and device is not None and stream is not None and (ids.host is None or not row.link):
-            return self._launch(row, ids, first, count, stream, device, waited)
+            return self._launch(row, ids, first, count, stream, captured, device, waited)
         for copy, part, table in zip(self.each, paged.parts, paged.reached(), strict=True):
             at = np.uint64(part.at)
             side = Reached(row.host + at, row.seen + at, row.link, row.edges) if part.at else row
@@ -64,7 +74,15 @@ class Copies:
         return done
 
     def _launch(
-        self, row: Reached, ids: IndexVector, first: int, count: int, stream: int, device: int, waited: bool
+        self,
+        row: Reached,
+        ids: IndexVector,
+        first: int,
+        count: int,
+        stream: int,
+        captured: bool,
+        device: int,
+        waited: bool,
     ) -> Copy | None:
         """The same where nothing but the kernel can do it: nothing is to be looked up or chosen."""
         if ids.device not in (None, ASK_DRIVER, device):
@@ -72,6 +90,7 @@ class Copies:
         done = None
         with DeviceScope(device):
             state = device_state(device)
+            told = teller(device) if ids.host is None and not waited else None
             for copy, part, table in zip(self.each, self.paged.parts, self.paged.reached(), strict=True):
                 cache = Operands(table.seen, ids)
                 flat = Operands(row.seen + np.uint64(part.at) if part.at else row.seen)
@@ -79,6 +98,9 @@ class Copies:
                     side = copy.plan.src if self.to_host else copy.plan.dst
                     check_host_index(self.index, ids.host[: first + count], side, first)
                 src, dst = (cache, flat) if self.to_host else (flat, cache)
-                done = copy.launch(state, src, dst, count, stream, first=first, link=row.link, refs=ids)
-                watch(device, done, ids.host is None and not waited)
+                done = copy.launch(
+                    state, src, dst, count, stream, first=first, link=row.link, captured=captured, told=told, refs=ids
+                )
+                if captured and told is None:
+                    keep(device, done.completion)
         return done

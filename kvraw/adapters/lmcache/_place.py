@@ -11,12 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from kvraw.adapters import captures
+from kvraw.adapters.found import raise_found
+from kvraw.engines.device_state import device_state
 from kvraw.engines.grid import Operation
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.prepared import Copy
-from kvraw.runtime.context import DeviceScope, current_device
-from kvraw.runtime.driver import driver, driver_or_none
+from kvraw.runtime.context import current_device
+from kvraw.runtime.driver import driver_or_none
 from kvraw.runtime.inflight import Completion
+from kvraw.runtime.stream import capturing
 from kvraw.transfer_plan import Transfer
 
 __all__ = ["current_stream", "device_index", "raise_seen", "tensor_device", "this_device", "watch"]
@@ -100,27 +103,30 @@ def watch(device: int, copy: Transfer | Copy | Operation, unseen: bool = True) -
         _watched[device].append(copy)
 
 
-def raise_seen(device: int, stream: int) -> None:
-    """Raise what a copy of an earlier call on this device met, as the driver does with its own asynchronous errors."""
-    queue, captured = _watched.get(device), _captured.get(device, ())
+def raise_seen(device: int, stream: int) -> bool:
+    """Raise what earlier calls on a device met, as the driver does with its own asynchronous errors.
+
+    Returns whether a capture is in progress on the stream, which forbids asking about events.
+    """
+    if capturing(stream):
+        return True
+    raise_found(device, device_state(device).board)
+    queue, captured = _watched.get(device), _captured.get(device)
     if not queue and not captured:
-        return
-    d = driver()
-    with DeviceScope(device):  # a default stream is the current context's
-        if d.stream_capturing(stream):  # a capture forbids asking about events
-            return
-        if captured:
-            _look_at_replays(device)
-        while queue:
-            with _lock:
-                if not queue or not queue[0].done():
-                    return
-                copy = queue.popleft()
-            try:
-                copy.wait()
-            except (BoundsError, LayoutError) as error:
-                _log.error("an earlier transfer on device %s: %s", device, error)
-                raise
+        return False
+    if captured:
+        _look_at_replays(device)
+    while queue:
+        with _lock:
+            if not queue or not queue[0].done():
+                break
+            copy = queue.popleft()
+        try:
+            copy.wait()
+        except (BoundsError, LayoutError) as error:
+            _log.error("an earlier transfer on device %s: %s", device, error)
+            raise
+    return False
 
 
 def _look_at_replays(device: int) -> None:

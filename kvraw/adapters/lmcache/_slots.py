@@ -88,8 +88,7 @@ class _Rows:
         """Move a token per slot, on the caller's stream; a negative slot moves nothing."""
         device = self.paged.device
         stream = None if device is None else current_stream(device)
-        if device is not None and stream is not None:
-            raise_seen(device, stream)
+        captured = device is not None and stream is not None and raise_seen(device, stream)
         ids = ids_of("slot_mapping", slots, device, keep=tensor)
         if ids.count < self.count:
             raise BoundsError(f"slot_mapping has {ids.count} slots for {self.count} tokens")
@@ -98,22 +97,22 @@ class _Rows:
             return
         address = int(tensor.data_ptr()) + offset
         if device is None:
-            self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream)
+            self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream, captured)
             return
         if tensor.device.type != "cpu":
-            self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream)
+            self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream, captured)
             return
         with DeviceScope(device):
             where = locate(address, self._span)
             if where.device_address:
-                self._copies.run(self._reached(address, where), ids, skip, count, stream)
+                self._copies.run(self._reached(address, where), ids, skip, count, stream, captured)
                 return
             require_no_capture(device, stream)
             stand_ins = StandIns([(address, self._span)], device, fill=True)
             address = stand_ins.addresses[0]
             ids = ids._replace(owner=(ids.owner, stand_ins))
             reached, waited = self._reached(address, locate(address, self._span)), self.to_host
-            done = self._copies.run(reached, ids, skip, count, stream, waited=waited)
+            done = self._copies.run(reached, ids, skip, count, stream, captured, waited=waited)
         if waited and done is not None:
             try:
                 done.wait()

@@ -1,0 +1,137 @@
+"""Status words: where kernels write what they found, and how it is seen without asking the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.inflight import Completion, Operation
+from kvraw.runtime.memory import PinnedBuffer
+
+__all__ = ["Board", "Finder", "Ticket"]
+
+_PAGE = 64  # pairs of status words that are looked at together
+_CLEAR = bytes(16 * _PAGE)
+
+
+class Finder(Protocol):
+    """What a kernel's words are given to."""
+
+    def found(self, where: int, value: int, origin: int) -> Exception:
+        """The error for the two words of a ticket, and the `origin` that was written on it."""
+
+
+class Ticket:
+    """Two words of pinned memory that the kernel of one launch at a time writes when it meets bad data.
+
+    Attributes
+    ----------
+    address : int
+        Of the two words, as the device sees them.
+    finder : Finder
+        What the words are given to.
+    origin : int
+        For the finder's own use.
+    told : callable or None
+        Receives the error as well, where nobody waits for the launch.
+    completion : Completion, optional
+        The launch's, which settles it; None for one that was captured: its words count at once.
+    """
+
+    __slots__ = ("_at", "_free", "_words", "address", "completion", "finder", "origin", "told")
+
+    finder: Finder
+    completion: Completion | None
+
+    def __init__(self, words: memoryview[int], at: int, address: int, free: list[Ticket]) -> None:
+        self._words, self._at, self.address, self._free = words, at, address, free
+        self.origin = 0
+        self.completion = None
+        self.told: Callable[[Exception], None] | None = None
+
+    @property
+    def written(self) -> bool:
+        """Whether a kernel wrote; it may still be under way."""
+        return self._words[self._at] != 0
+
+    def read(self) -> Exception | None:
+        """What the kernel found since the last time."""
+        words, at = self._words, self._at
+        where = words[at]
+        if not where:
+            return None
+        value = words[at + 1]
+        words[at] = words[at + 1] = 0
+        error = self.finder.found(where, value, self.origin)
+        if self.told is not None:
+            self.told(error)
+        return error
+
+    def give_back(self) -> Exception | None:
+        """To the next launch; no kernel can write any more."""
+        self.completion = self.told = None
+        self._free.append(self)
+        return None
+
+
+class Board:
+    """The tickets of one device."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._lock = threading.RLock()
+        self._pages: list[tuple[PinnedBuffer, memoryview[int]]] = []
+        self._tickets: list[Ticket] = []
+        self._free: list[Ticket] = []
+        self.kept: list[Completion] = []  # of captures that nobody holds: nothing tells when the graph is gone
+
+    def take(
+        self, operation: Operation, finder: Finder, origin: int = 0, told: Callable[[Exception], None] | None = None
+    ) -> int:
+        """Address of a cleared ticket for a launch of an operation, which reads it; the device's context is current."""
+        try:
+            ticket = self._free.pop()
+        except IndexError:
+            ticket = self._more()
+        ticket.finder, ticket.origin, ticket.told = finder, origin, told
+        operation.report(ticket.read)
+        operation.then(ticket.give_back)
+        if told is not None:
+            operation.told = True
+        if not operation.captured:
+            ticket.completion = operation
+        return ticket.address
+
+    def _more(self) -> Ticket:
+        page = PinnedBuffer(len(_CLEAR), self._device)
+        nbytes = (ctypes.c_uint8 * len(_CLEAR)).from_address(page.address)
+        view = memoryview(nbytes).cast("B")
+        view[:] = _CLEAR
+        words = view.cast("Q")
+        made = [Ticket(words, 2 * k, page.device_address + 16 * k, self._free) for k in range(_PAGE)]
+        with self._lock:
+            self._pages.append((page, view))
+            self._tickets += made
+        self._free += made[1:]
+        return made[0]
+
+    def look(self) -> None:
+        """Take up what launches found that nobody waits for, where they are over. No capture is in progress."""
+        for _, page in self._pages:
+            if page.tobytes() != _CLEAR:
+                break
+        else:
+            return
+        with DeviceScope(self._device):
+            for ticket in self._tickets:
+                if ticket.told is None or not ticket.written:
+                    continue
+                completion = ticket.completion
+                if completion is not None:
+                    completion.done()
+                    continue
+                with self._lock:  # of a graph: nothing but this reads it
+                    ticket.read()
