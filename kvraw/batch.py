@@ -12,9 +12,9 @@ from kvraw.engines import copy_engine, cpu
 from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import device_state
 from kvraw.errors import BoundsError, DriverError, PlacementError
-from kvraw.runtime.context import DeviceScope, current_device
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Completion, Operation
-from kvraw.runtime.stream import stream_handle
+from kvraw.runtime.stream import stream_device, stream_handle
 
 __all__ = ["BatchCopy", "memcpy_batch"]
 
@@ -57,7 +57,7 @@ def memcpy_batch(
         Enqueue the copies on this stream, in its order, unordered among themselves. Without one all addresses are host
         memory, and the call returns when the copies are done.
     device : int, optional
-        The stream's device; default: the current context's.
+        The stream's device; only for a default stream, where it need not be the current context's.
     pageable : bool
         Some of the memory is neither on a GPU nor pinned: copies go one by one, and the call may wait for them.
     refs : tuple
@@ -68,7 +68,8 @@ def memcpy_batch(
     BoundsError
         The vectors differ in length, or hold something that is not an address or a size.
     PlacementError
-        Without a stream, an address is device memory; with one, no context is current and no device named.
+        Without a stream, an address is device memory; with one, it is another device's, or it is a default stream, no
+        context is current and no device is named.
     DriverError
         The driver refused; `index` is the failing entry where it told. Entries before it may have been enqueued.
     """
@@ -92,11 +93,11 @@ def memcpy_batch(
                     require_host(name, ends, 1)
             cpu.copy_batch(to, at, n)
         return BatchCopy(None)
-    handle = stream_handle(stream)
     if device is None:
-        device = current_device()
+        device = stream_device(stream)
         if device is None:
-            raise PlacementError("no CUDA context is current; name the stream's device with device=")
+            raise PlacementError("no CUDA context is current; name the default stream's device with device=")
+    handle = stream_handle(stream, device)
     if not len(n):
         return BatchCopy(None)
     with DeviceScope(device):

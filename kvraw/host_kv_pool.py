@@ -240,7 +240,9 @@ class HostKVPool:
             partner, by, here, there = self._index(cache, cache_slots, slots, False)
             copy, bases = self._prepared(partner, cache, by, "layers", options)
             if cache.device is not None:
-                return LayerwiseLoad(self._load_layers(copy, bases, here, there, cache, stream_handle(stream)))
+                return LayerwiseLoad(
+                    self._load_layers(copy, bases, here, there, cache, stream_handle(stream, cache.device))
+                )
             return LayerwiseLoad([copy(a, b, here.count, src_index=here, dst_index=there) for a, b in bases])
 
     def _load_layers(

@@ -137,12 +137,12 @@ class PreparedCopy:
         BoundsError
             A table or an index vector is too short, or an index out of bounds; nothing is moved.
         PlacementError
-            A base or an index lies where the engine cannot reach it.
+            A base or an index lies where the engine cannot reach it, or the stream is another device's.
         """
         if self.device is None:
             bases, index = self._take((src, dst), (src_index, dst_index), first, count)
             return self._on_host(bases, index, first, count)
-        handle = stream_handle(stream)
+        handle = stream_handle(stream, self.device)
         if not count:
             self._take((src, dst), (src_index, dst_index), first, count)
             return Copy(None, "none")

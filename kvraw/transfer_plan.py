@@ -200,14 +200,14 @@ class TransferPlan:
         ClosedError
             A chunk's pool is closed.
         PlacementError
-            A chunk lies where the engine cannot reach it.
+            A chunk lies where the engine cannot reach it, or the stream is another device's.
         """
         index = index_vector(self._ids_name, ids)
         row = ChunkRow(chunks, self.chunk_bytes)
         self._check(row, index, skip)
         count = index.count - skip
         if self._gpu is not None:
-            handle = stream_handle(stream)
+            handle = stream_handle(stream, self.cache.device)
             if count <= 0:
                 return Transfer(self, None, _NOTHING)
             return self._enqueue(self._gpu, row, index, skip, count, handle, side)

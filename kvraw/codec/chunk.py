@@ -140,7 +140,7 @@ def compress(chunk: Any, bins: int | Sequence[int] = 32, *, dtype: str | None = 
         symbols, maxima = np.empty(shape, np.uint8), np.empty((layers, tokens), np.float32)
         run(False, taken, per_layer, symbols, maxima, None)
         return Compressed(encode(symbols, alphabet), maxima, per_layer, original, taken.dtype)
-    handle = stream_handle(stream)
+    handle = stream_handle(stream, device)
     arena = take_arena(device)
     sizes = scratch_sizes(layers * channels, alphabet + 1, slot_bytes(tokens, alphabet, True))
     with DeviceScope(device):
@@ -190,7 +190,7 @@ def decompress(compressed: Compressed, out: Any = None, *, dtype: str | None = N
     if device is None:
         run(True, taken, bins, decode(compressed.encoded), maxima, None)
         return made if out is None else Operation()
-    handle = stream_handle(stream)
+    handle = stream_handle(stream, device)
     if math.prod(compressed.shape) == 0:
         return Operation()
     arena = take_arena(device)

@@ -34,9 +34,9 @@ def _run(what: str, flags: int, tensors: tuple[Any, ...], stream: Any) -> Operat
             return Operation()
         launch, job = made
         if key is None:
-            return launch.enqueue(stream_handle(stream), (job,))
+            return launch.enqueue(stream_handle(stream, launch.device), (job,))
         _launches.put(key, launch)
-    handle = stream_handle(stream)
+    handle = stream_handle(stream, launch.device)
     return Operation(launch.start(handle, tensors, capturing(handle)))
 
 

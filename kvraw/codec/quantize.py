@@ -144,7 +144,7 @@ def run(
         if bad:
             raise _not_finite(args.NOT_FINITE, *divmod(min(bad), tokens))
         return Operation()
-    handle = stream_handle(stream)
+    handle = stream_handle(stream, device)
     if rows == 0 or channels == 0:
         return Operation()
     block = ArgumentBlock(args.QUANTIZE)

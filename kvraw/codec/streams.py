@@ -79,7 +79,7 @@ def encode(symbols: Any, alphabet: int | None = None, *, cdf: Any = None, stream
     device = common_device({"symbols": view})
     if device is None:
         return _encode_on_host(view, alphabet, cdf)
-    handle = stream_handle(stream)
+    handle = stream_handle(stream, device)
     arena = take_arena(device)
     sizes = scratch_sizes(view.shape[0] * view.shape[2], alphabet + 1, slot_bytes(view.shape[1], alphabet, cdf is None))
     (scratch,) = arena.on_device(offsets(sizes)[-1])
@@ -200,7 +200,7 @@ def decode(encoded: Encoded, out: Any = None, *, stream: Any = None) -> Any:
     if encoded.ends.size == 0:
         return Operation()
     arena = take_arena(device)
-    return decode_from_arena(arena, encoded, view, stream_handle(stream), [], lambda: give_arena(arena))[0]
+    return decode_from_arena(arena, encoded, view, stream_handle(stream, device), [], lambda: give_arena(arena))[0]
 
 
 def decode_from_arena(

@@ -192,12 +192,12 @@ def rerotate_keys(
         call = Call.take(tensors, neox, head_size, head_stride, dtype, check)
         if call is None:
             return Operation()
-        handle = stream_handle(stream)
+        handle = stream_handle(stream, call.device)
         if found is None or call.on_host:
             return call.enqueue(handle)
         launch = call.launch()
         _launches.put(found, launch)
-    handle = stream_handle(stream)
+    handle = stream_handle(stream, launch.device)
     return Operation(launch.start(handle, tensors, capturing(handle)))
 
 

@@ -6,25 +6,42 @@ import weakref
 from types import TracebackType
 from typing import Any
 
-from kvraw.errors import ClosedError
-from kvraw.runtime.context import DeviceScope
+from kvraw.errors import ClosedError, PlacementError
+from kvraw.runtime.context import DeviceScope, current_device
 from kvraw.runtime.driver import CudaDriver, driver, driver_if
 
-__all__ = ["Stream", "capturing", "stream_handle"]
+__all__ = ["Stream", "capturing", "stream_device", "stream_handle"]
 
-_DEFAULT_STREAMS = (0, 1)  # they cannot be captured
+_DEFAULT_STREAMS = (0, 1, 2)  # CU_STREAM_LEGACY is 1, CU_STREAM_PER_THREAD 2
+
+_NEVER = (0, 1)  # the legacy default stream cannot be captured
 
 
-def stream_handle(stream: object) -> int:
+def stream_handle(stream: object, device: int | None = None) -> int:
     """Handle of a stream: anything with ``__cuda_stream__``, an integer ``cuda_stream``, or an int.
+
+    With a device, the stream must be one of its streams, or a default stream (0, 1, 2), which every device has.
 
     Raises
     ------
     TypeError
         It is None (there is no implicit stream) or none of the above.
+    PlacementError
+        It is another device's: what runs there would fault, and with it all that this process does on that device.
     """
     if type(stream) is Stream:
-        return stream.handle
+        handle, found = stream.handle, stream.device
+    else:
+        handle = _handle(stream)
+        if device is None or handle in _DEFAULT_STREAMS:
+            return handle
+        found = driver().stream_device(handle)
+    if device is not None and found != device:
+        raise PlacementError(f"stream is a stream of device {found}, must be one of device {device}")
+    return handle
+
+
+def _handle(stream: object) -> int:
     if stream is None:
         raise TypeError("stream is None; what touches a GPU takes an explicit stream")
     if isinstance(stream, int) and not isinstance(stream, bool):
@@ -43,9 +60,17 @@ def stream_handle(stream: object) -> int:
     raise TypeError(f"stream is a {type(stream).__name__}; must have __cuda_stream__ or cuda_stream, or be an int")
 
 
+def stream_device(stream: object) -> int | None:
+    """Device of a stream; of a default stream, the current context's, None where no context is current."""
+    if type(stream) is Stream:
+        return stream.device
+    handle = _handle(stream)
+    return current_device() if handle in _DEFAULT_STREAMS else driver().stream_device(handle)
+
+
 def capturing(stream: int) -> bool:
     """Whether a capture is in progress on a stream."""
-    return stream not in _DEFAULT_STREAMS and driver().stream_capturing(stream)
+    return stream not in _NEVER and driver().stream_capturing(stream)
 
 
 def _destroy(known: weakref.ref[CudaDriver], device: int, handle: int) -> None:

@@ -151,8 +151,19 @@ def test_a_second_device_is_used_whatever_is_current(device: int) -> None:
             rows = np.concatenate([world.chunk(at) for at in range(8)], axis=2)
             np.testing.assert_array_equal(rows, world.paged[:, :, :32].transpose(1, 0, 2, 3, 4, 5))
             assert driver().context_device() == 0
-        with pytest.raises(kvraw.KvrawError):
-            kvraw.store(world.cache, world.chunks, [0], stream=kvraw.Stream(0)).wait()
+        other = kvraw.Stream(0)
+        for stream in (other, other.handle):
+            for engine in ENGINES:
+                with pytest.raises(kvraw.PlacementError, match="stream of device 0, must be one of device 1"):
+                    kvraw.store(world.cache, world.chunks, [0], stream=stream, engine=engine)
+            with pytest.raises(kvraw.PlacementError, match="stream of device 0, must be one of device 1"):
+                kvraw.memcpy_batch([8], [8], [8], stream=stream, device=1)
+        other.synchronize()  # a launch there would have left nothing that works
+        np.testing.assert_array_equal(world.chunk(0), rows[:, :, :4])
+        # Without a device a copy goes by its stream's, whatever is current.
+        address = world.chunks[0].address
+        kvraw.memcpy_batch([address + 64], [address], [64], stream=world.stream.handle).wait()
+        assert bytes(world.chunks[0].numpy()[64:128]) == bytes(world.chunks[0].numpy()[:64])
         world.close()
 
 
