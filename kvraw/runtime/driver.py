@@ -76,7 +76,6 @@ class CudaDriver:
         self._wanted = [getattr(a, f"CU_POINTER_ATTRIBUTE_{name}") for name in _ASKED]
         self._number = a.CU_POINTER_ATTRIBUTE_BUFFER_ID
         self._batch: Any = None
-        self._stream_devices: dict[int, int] = {}
 
     def _do(self, name: str, *args: Any) -> Any:
         """Call a driver function; the values behind its result code, or a `DriverError`."""
@@ -204,7 +203,6 @@ class CudaDriver:
 
     def stream_destroy(self, stream: int) -> None:
         """Destroy a stream once its work is done."""
-        self._stream_devices.pop(stream, None)
         self._do("cuStreamDestroy", stream)
 
     def stream_synchronize(self, stream: int) -> None:
@@ -215,20 +213,6 @@ class CudaDriver:
         """The context that a stream belongs to; the current one's for the default streams."""
         found = self._do("cuStreamGetCtx", stream)
         return int(found[0] if isinstance(found, tuple) else found)
-
-    def stream_device(self, stream: int) -> int:
-        """Device of a stream that is no default stream; the driver is asked once for each handle."""
-        found = self._stream_devices.get(stream)
-        if found is None:
-            self.context_push(self.stream_context(stream))
-            try:
-                found = self.context_device()
-            finally:
-                self.context_pop()
-            if len(self._stream_devices) >= 4096:
-                self._stream_devices.clear()
-            self._stream_devices[stream] = found
-        return found
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Make a stream wait for an event."""

@@ -13,8 +13,9 @@ from kvraw.runtime.driver import CudaDriver, driver, driver_if
 __all__ = ["Stream", "capturing", "stream_device", "stream_handle"]
 
 _DEFAULT_STREAMS = (0, 1, 2)  # CU_STREAM_LEGACY is 1, CU_STREAM_PER_THREAD 2
-
 _NEVER = (0, 1)  # the legacy default stream cannot be captured
+_MOST = 4096
+_devices: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKeyDictionary()  # of streams, by handle
 
 
 def stream_handle(stream: object, device: int | None = None) -> int:
@@ -35,7 +36,7 @@ def stream_handle(stream: object, device: int | None = None) -> int:
         handle = _handle(stream)
         if device is None or handle in _DEFAULT_STREAMS:
             return handle
-        found = driver().stream_device(handle)
+        found = _device_of(handle)
     if device is not None and found != device:
         raise PlacementError(f"stream is a stream of device {found}, must be one of device {device}")
     return handle
@@ -60,12 +61,29 @@ def _handle(stream: object) -> int:
     raise TypeError(f"stream is a {type(stream).__name__}; must have __cuda_stream__ or cuda_stream, or be an int")
 
 
+def _device_of(handle: int) -> int:
+    """Device of a stream that is no default stream; the driver is asked once for each handle."""
+    d = driver()
+    known = _devices.setdefault(d, {})
+    found = known.get(handle)
+    if found is None:
+        d.context_push(d.stream_context(handle))
+        try:
+            found = d.context_device()
+        finally:
+            d.context_pop()
+        if len(known) >= _MOST:
+            known.clear()
+        known[handle] = found
+    return found
+
+
 def stream_device(stream: object) -> int | None:
     """Device of a stream; of a default stream, the current context's, None where no context is current."""
     if type(stream) is Stream:
         return stream.device
     handle = _handle(stream)
-    return current_device() if handle in _DEFAULT_STREAMS else driver().stream_device(handle)
+    return current_device() if handle in _DEFAULT_STREAMS else _device_of(handle)
 
 
 def capturing(stream: int) -> bool:
@@ -76,6 +94,7 @@ def capturing(stream: int) -> bool:
 def _destroy(known: weakref.ref[CudaDriver], device: int, handle: int) -> None:
     d = driver_if(known)
     if d is not None:
+        _devices.get(d, {}).pop(handle, None)  # the next stream with this handle may be another device's
         with DeviceScope(device):
             d.stream_destroy(handle)
 

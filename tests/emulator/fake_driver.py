@@ -172,10 +172,6 @@ class FakeDriver(FakeStreams):
         found = self._need(self._streams, stream, "stream_context")
         return 0x100 + (self._here("stream_context") if stream in LEGACY else found.device)
 
-    def stream_device(self, stream: int) -> int:
-        assert stream not in LEGACY
-        return int(self._need(self._streams, stream, "stream_device").device)
-
     def primary_retain(self, device: int) -> int:
         handle = 0x100 + device
         self._contexts[handle] = device
