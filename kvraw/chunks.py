@@ -132,7 +132,7 @@ class ChunkRow:
         Raises
         ------
         PlacementError
-            A chunk is pageable host memory.
+            A chunk is pageable host memory, or another device's.
         """
         addresses, link = self.addresses, bool(self.pools)
         for pool in self.pools:
@@ -152,6 +152,7 @@ class ChunkRow:
         if not len(rest):
             return addresses, link
         found = locate_all(addresses[rest], self.nbytes)
+        found.require(device, "chunks")
         if found.pageable:
             at = int(rest[np.argmin(found.seen != 0)])
             raise PlacementError(

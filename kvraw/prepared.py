@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from kvraw import config
-from kvraw.arrays import ASK_DRIVER, IndexVector, index_vector, pointer_vector
+from kvraw.arrays import IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
 from kvraw.engines import copy_engine, cpu, reference
 from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.kernel import THREADS, KernelPlan
-from kvraw.engines.operands import DeviceTable, Operands, check_entries, check_host_index
+from kvraw.engines.operands import DeviceTable, Operands, check_entries, check_host_index, index_device
 from kvraw.engines.planner import DIRECTIONS, best, profile_for
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
@@ -282,8 +282,8 @@ class PreparedCopy:
         index = values if isinstance(values, IndexVector) else index_vector(name, values)
         if index.count < first + count:
             raise BoundsError(f"{name} has {index.count} values, must have at least {first + count}")
-        if index.device not in (None, ASK_DRIVER, self.device):
-            raise PlacementError(f"{name} lies on device {index.device}, must lie on {self.device} or the host")
+        if index.device is not None and index_device(index) != self.device:
+            raise PlacementError(f"{name} lies on device {index_device(index)}, must lie on {self.device} or the host")
         if index.host is not None and self.check:
             check_host_index(name, index.host[: first + count], side, first)
         return index
@@ -312,6 +312,9 @@ class PreparedCopy:
         if not plain:
             return bases
         found = locate_all(bases[plain[0]] if len(plain) == 1 else np.concatenate(bases))
+        if self._engine != "copy":
+            assert self.device is not None
+            found.require(self.device, " or ".join(self.names[k] for k in plain))
         out, start = list(bases), 0
         for k in plain:
             table = bases[k]

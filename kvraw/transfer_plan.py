@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from kvraw import config
-from kvraw.arrays import ASK_DRIVER, IndexVector, index_vector
+from kvraw.arrays import IndexVector, index_vector
 from kvraw.cache import PagedCache
 from kvraw.chunks import ChunkRow
 from kvraw.engines import cpu, reference
 from kvraw.engines.device_state import device_state
 from kvraw.engines.gpu import GpuCall, GpuPlan
-from kvraw.engines.operands import Operands, check_distinct, check_host_index
+from kvraw.engines.operands import Operands, check_distinct, check_host_index, index_device
 from kvraw.engines.planner import Choice
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import ChunkLayout
@@ -242,8 +242,8 @@ class TransferPlan:
     ) -> Transfer:
         device = self.cache.device
         assert device is not None
-        if index.device not in (None, ASK_DRIVER, device):
-            raise PlacementError(f"{self._ids_name} lie on device {index.device}, the cache on device {device}")
+        if index.device is not None and index_device(index) != device:
+            raise PlacementError(f"{self._ids_name} lie on device {index_device(index)}, the cache on device {device}")
         with DeviceScope(device):
             addresses, link = row.on_device(device)
             state = device_state(device)

@@ -177,6 +177,9 @@ def _check_tables(name: str, seen: tuple[_Seen, ...], rows: Rows, device: int | 
 def _end(name: str, end: End, rows: Rows, device: int | None) -> _Side:
     layout, dim, group = end
     seen = tuple(_seen(t) for t in group)
+    for t in group:
+        if device is not None and t.is_cuda and t.get_device() != device:
+            raise PlacementError(f"a {name} tensor lies on device {t.get_device()}, the indices on device {device}")
     _check_rows(name, layout, dim, rows)
     steps = _STRIDES["lf" if layout == "table" else layout](rows.item, dim, rows.page, rows.heads)
     outer, inner, layer, head = steps

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvraw.arrays import I64, U64, IndexVector
+from kvraw.arrays import ASK_DRIVER, I64, U64, IndexVector
 from kvraw.errors import BoundsError
 from kvraw.plan import Side
+from kvraw.runtime.memory import locate
 
-__all__ = ["DeviceTable", "Operands", "check_distinct", "check_entries", "check_host_index"]
+__all__ = ["DeviceTable", "Operands", "check_distinct", "check_entries", "check_host_index", "index_device"]
 
 
 class DeviceTable(NamedTuple):
@@ -57,6 +58,11 @@ class Operands(NamedTuple):
     def host_index(self) -> I64 | None:
         """The index values where they are on the host."""
         return None if self.index is None else self.index.host
+
+
+def index_device(index: IndexVector) -> int | None:
+    """Device that holds an index, asked of the driver where its protocol does not tell; None for the host."""
+    return locate(index.address, 1).device if index.device == ASK_DRIVER and index.count else index.device
 
 
 def check_host_index(name: str, index: I64, side: Side, first: int) -> None:

@@ -15,6 +15,7 @@ from kvraw.engines.cpu import in_parts
 from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.engines.grid import Launch, Launches, Operation, key_of
 from kvraw.engines.kernel_args import divider
+from kvraw.engines.operands import index_device
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.ptx.loader import read_ptx
 from kvraw.rope import args
@@ -244,8 +245,8 @@ class Call:
         if not (r.tokens and r.heads and r.half):
             return None
         for name, index in zip(_NAMES, (old, new), strict=True):
-            if index.device not in (None, ASK_DRIVER, r.device):
-                raise PlacementError(f"{name} lie on device {index.device}, key on device {r.device}")
+            if index.device is not None and index_device(index) != r.device:
+                raise PlacementError(f"{name} lie on device {index_device(index)}, key on device {r.device}")
         return cls(r, (old, new), check)
 
     @property

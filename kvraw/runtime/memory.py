@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvraw.errors import PlacementError
 from kvraw.runtime.context import DeviceScope, active_device
 from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 from kvraw.runtime.owner import Owner
@@ -136,6 +137,16 @@ class Located(NamedTuple):
     def link(self) -> bool:
         """Whether host memory is among them."""
         return bool((self.devices < 0).any())
+
+    def require(self, device: int, name: str) -> None:
+        """Raise `PlacementError` where another device holds one: a kernel that touches it faults."""
+        apart = (self.devices >= 0) & (self.devices != device)
+        if apart.any():
+            at = int(np.argmax(apart))
+            raise PlacementError(
+                f"{name}: {int(self.seen[at]):#x} is memory of device {self.devices[at]}, must be of device {device} "
+                f"or the host's"
+            )
 
 
 _ONE_BY_ONE = 64

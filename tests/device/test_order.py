@@ -139,34 +139,6 @@ def test_streams_that_share_the_staging_ring(race: Race, engine: str) -> None:
             driver().event_destroy(event)
 
 
-def test_a_second_device_is_used_whatever_is_current(device: int) -> None:
-    if driver().device_count() < 2:
-        pytest.skip("one device only")
-    with DeviceScope(0):
-        world = World(1, GEOMETRY, chunks=8)
-        for engine in ENGINES:
-            for c in world.chunks:
-                c.numpy()[:] = 0
-            kvraw.store(world.cache, world.chunks, np.arange(32), stream=world.stream, engine=engine).wait()
-            rows = np.concatenate([world.chunk(at) for at in range(8)], axis=2)
-            np.testing.assert_array_equal(rows, world.paged[:, :, :32].transpose(1, 0, 2, 3, 4, 5))
-            assert driver().context_device() == 0
-        other = kvraw.Stream(0)
-        for stream in (other, other.handle):
-            for engine in ENGINES:
-                with pytest.raises(kvraw.PlacementError, match="stream of device 0, must be one of device 1"):
-                    kvraw.store(world.cache, world.chunks, [0], stream=stream, engine=engine)
-            with pytest.raises(kvraw.PlacementError, match="stream of device 0, must be one of device 1"):
-                kvraw.memcpy_batch([8], [8], [8], stream=stream, device=1)
-        other.synchronize()  # a launch there would have left nothing that works
-        np.testing.assert_array_equal(world.chunk(0), rows[:, :, :4])
-        # Without a device a copy goes by its stream's, whatever is current.
-        address = world.chunks[0].address
-        kvraw.memcpy_batch([address + 64], [address], [64], stream=world.stream.handle).wait()
-        assert bytes(world.chunks[0].numpy()[64:128]) == bytes(world.chunks[0].numpy()[:64])
-        world.close()
-
-
 @pytest.mark.parametrize("verb", ["store", "load"])
 def test_a_bad_id_on_the_device_never_shows_what_the_ring_held(race: Race, verb: str) -> None:
     race.fill(77, race.stream)

@@ -140,15 +140,16 @@ def reach(objects: Sequence[int], nbytes: int, device: int | None) -> Reached:
         return Reached(host, host, False)
     with DeviceScope(device):
         if len(objects) <= _FEW:
-            return _reach_few(objects, host, nbytes)
+            return _reach_few(objects, host, nbytes, device)
         found = locate_all(host, nbytes)
+        found.require(device, "objects")
     if found.pageable:
         at = int(np.argmin(found.seen != 0))
         raise PlacementError(f"object {at} at {int(host[at]):#x} is pageable host memory")
     return Reached(host, found.seen, found.link, found.edges)
 
 
-def _reach_few(objects: Sequence[int], host: U64, nbytes: int) -> Reached:
+def _reach_few(objects: Sequence[int], host: U64, nbytes: int, device: int) -> Reached:
     """The same for a few, for whom what `locate_all` does for many at once is dear."""
     begin = end = shift = 0
     link = here = False
@@ -159,6 +160,8 @@ def _reach_few(objects: Sequence[int], host: U64, nbytes: int) -> Reached:
             info = driver().pointer_info(address)
             here = info is not None and info.kind == "host"
             if info is not None and info.base <= address <= info.base + info.size - nbytes * here:
+                if not here and info.device != device:
+                    locate_all(host[at : at + 1]).require(device, "objects")
                 begin, end = info.base, info.base + info.size
                 shift = info.device_address - address if here else 0
                 edges = (*edges, end) if here else edges  # copies of neighbours must not grow over it

@@ -10,9 +10,9 @@ import numpy as np
 from kvraw.adapters.captures import keep
 from kvraw.adapters.found import teller
 from kvraw.adapters.lmcache._place import watch
-from kvraw.arrays import ASK_DRIVER, IndexVector
+from kvraw.arrays import IndexVector
 from kvraw.engines.device_state import device_state
-from kvraw.engines.operands import Operands, check_host_index
+from kvraw.engines.operands import Operands, check_host_index, index_device
 from kvraw.errors import PlacementError
 from kvraw.prepared import Copy, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
@@ -85,8 +85,8 @@ class Copies:
         waited: bool,
     ) -> Copy | None:
         """The same where nothing but the kernel can do it: nothing is to be looked up or chosen."""
-        if ids.device not in (None, ASK_DRIVER, device):
-            raise PlacementError(f"{self.index} lies on device {ids.device}, must lie on {device} or the host")
+        if ids.device is not None and index_device(ids) != device:
+            raise PlacementError(f"{self.index} lies on device {index_device(ids)}, must lie on {device} or the host")
         done = None
         with DeviceScope(device):
             state = device_state(device)

@@ -13,7 +13,7 @@ from kvraw.adapters.lmcache._paged import INDEXER, Counts, Paged, Part, from_poi
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, tensor_device
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla
 from kvraw.arrays import U64, pointer_vector
-from kvraw.errors import BoundsError
+from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import FORMATS
 from kvraw.plan import Side
 from kvraw.prepared import Reached
@@ -100,6 +100,8 @@ class _Rows:
             self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream, captured)
             return
         if tensor.device.type != "cpu":
+            if tensor.device.index not in (None, device):
+                raise PlacementError(f"the tokens lie on device {tensor.device.index}, the cache on device {device}")
             self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream, captured)
             return
         with DeviceScope(device):
