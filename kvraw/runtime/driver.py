@@ -6,7 +6,6 @@ import ``cuda.bindings``; tests put an object with the methods of `CudaDriver` i
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import weakref
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
+from kvraw.runtime.direct_calls import BatchCopy, PointerAttributes
 
 __all__ = ["CudaDriver", "PointerInfo", "driver", "driver_if", "driver_or_none", "install", "usable_here"]
 
@@ -27,8 +27,6 @@ _HOST, _DEVICE, _ARRAY, _UNIFIED = 1, 2, 3, 4
 _CAPTURE_NONE = 0
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-# CUmemcpySrcAccessOrder
-_ORDER_STREAM = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +38,6 @@ class PointerInfo:
     device_address: int
     base: int
     size: int
-
-
-class _BatchAttributes(ctypes.Structure):
-    # CUmemcpyAttributes: order, two locations (type, id), flags; 24 bytes.
-    _fields_ = [(name, ctypes.c_int) for name in ("order", "src_type", "src_id", "dst_type", "dst_id", "flags")]
-
-
-# What is asked about an address.
-_ASKED = ("MEMORY_TYPE", "IS_MANAGED", "DEVICE_ORDINAL", "DEVICE_POINTER", "RANGE_START_ADDR", "RANGE_SIZE")
 
 
 class CudaDriver:
@@ -72,10 +61,9 @@ class CudaDriver:
         if self.device_count() == 0:
             raise DriverNotFoundError("the CUDA driver sees no device")
         self._attribute = cu.CUdevice_attribute
-        a = cu.CUpointer_attribute
-        self._wanted = [getattr(a, f"CU_POINTER_ATTRIBUTE_{name}") for name in _ASKED]
-        self._number = a.CU_POINTER_ATTRIBUTE_BUFFER_ID
-        self._batch: Any = None
+        self._number = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        self._batch: BatchCopy | bool | None = None
+        self._attributes = PointerAttributes(self._address("cuPointerGetAttributes", MINIMUM_DRIVER))
 
     def _do(self, name: str, *args: Any) -> Any:
         """Call a driver function; the values behind its result code, or a `DriverError`."""
@@ -83,6 +71,11 @@ class CudaDriver:
         if result[0]:
             self._fail(name, result[0])
         return result[1] if len(result) == 2 else result[1:]
+
+    def _address(self, name: str, version: int) -> int:
+        """Where a driver function lies, in the form of a CUDA version; 0 where this driver has none."""
+        code, address, _ = self._cu.cuGetProcAddress(name.encode(), version, 0)
+        return 0 if code else int(address or 0)
 
     def _fail(self, name: str, result: Any) -> NoReturn:
         code = self._cu.CUresult(int(result))
@@ -181,14 +174,12 @@ class CudaDriver:
 
     def pointer_info(self, address: int) -> PointerInfo | None:
         """What the driver knows of an address; None for pageable host memory."""
-        code, found = self._cu.cuPointerGetAttributes(len(_ASKED), self._wanted, address)
+        code, kind, managed, device, mapped, base, size = self._attributes(address)
         if code:
             self._fail("cuPointerGetAttributes", code)
-        kind, managed, device, mapped, base, size = found
-        if int(kind) not in (_HOST, _DEVICE, _UNIFIED):
+        if kind not in (_HOST, _DEVICE, _UNIFIED):
             return None
-        name = "managed" if managed else "host" if int(kind) == _HOST else "device"
-        return PointerInfo(name, int(device), int(mapped or 0), int(base or 0), int(size))
+        return PointerInfo("managed" if managed else "host" if kind == _HOST else "device", device, mapped, base, size)
 
     def pointer_number(self, address: int) -> int:
         """The number that the driver gave the allocation or registration around an address; 0 for pageable memory."""
@@ -286,13 +277,8 @@ class CudaDriver:
         """Whether this driver has ``cuMemcpyBatchAsync`` (12.8 and newer)."""
         if self._batch is None:
             # Version 12080 asks for the nine-argument form, with the failing index, of every driver that has the call.
-            code, address, _ = self._cu.cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
-            pointer = ctypes.c_void_p
-            form = ctypes.CFUNCTYPE(
-                ctypes.c_int,
-                *(pointer, pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_size_t, pointer, pointer),
-            )
-            self._batch = form(int(address)) if not code and address else False
+            address = self._address("cuMemcpyBatchAsync", 12080)
+            self._batch = BatchCopy(address) if address else False
         return self._batch is not False
 
     def memcpy_batch_async(self, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray, stream: int) -> None:
@@ -302,21 +288,9 @@ class CudaDriver:
         """
         if not self.batch_supported():
             raise UnsupportedDriverError(f"cuMemcpyBatchAsync needs a CUDA 12.8 driver, this one is {self.version()}")
-        attributes = _BatchAttributes(order=_ORDER_STREAM)
-        start, failed = ctypes.c_size_t(0), ctypes.c_size_t(2**64 - 1)
-        code = self._batch(
-            dst.ctypes.data,
-            src.ctypes.data,
-            sizes.ctypes.data,
-            len(sizes),
-            ctypes.addressof(attributes),
-            ctypes.addressof(start),
-            1,
-            ctypes.addressof(failed),
-            stream,
-        )
+        assert isinstance(self._batch, BatchCopy)
+        code, index = self._batch(dst, src, sizes, stream)
         if code:
-            index = failed.value if failed.value < len(sizes) else None
             raise DriverError(self._cu.CUresult(code).name, code, "cuMemcpyBatchAsync", index=index)
 
     # kernels

@@ -1,0 +1,95 @@
+"""Driver functions that are called by ctypes: what cuda-python lacks, or does not do right."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+
+__all__ = ["BatchCopy", "PointerAttributes"]
+
+_P = ctypes.c_void_p
+_SIZE = ctypes.c_size_t
+_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_NO_INDEX = 2**64 - 1
+# CU_POINTER_ATTRIBUTE_* of what `PointerAttributes` answers, in its order.
+_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE = 2, 8, 9, 3, 11, 12
+_ASKED = (_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE)
+
+
+class _Attributes(ctypes.Structure):
+    # CUmemcpyAttributes: order, two locations (type, id), flags; 24 bytes.
+    _fields_ = [(name, ctypes.c_int) for name in ("order", "src_type", "src_id", "dst_type", "dst_id", "flags")]
+
+
+class BatchCopy:
+    """``cuMemcpyBatchAsync``, which older cuda-python does not have.
+
+    Parameters
+    ----------
+    address : int
+        Of the nine-argument form, with the failing index.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int, _P, _P, _P, _SIZE, _P, _P, _SIZE, _P, _P)(address)
+
+    def __call__(self, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray, stream: int) -> tuple[int, int | None]:
+        """The driver's result, and the index of the copy that failed where it told."""
+        attributes = _Attributes(order=_ORDER_STREAM)
+        start, failed = _SIZE(0), _SIZE(_NO_INDEX)
+        code = self._call(
+            dst.ctypes.data,
+            src.ctypes.data,
+            sizes.ctypes.data,
+            len(sizes),
+            ctypes.addressof(attributes),
+            ctypes.addressof(start),
+            1,
+            ctypes.addressof(failed),
+            stream,
+        )
+        return code, failed.value if failed.value < len(sizes) else None
+
+
+class _Answer:
+    """Room for one answer."""
+
+    __slots__ = ("pointers", "slots")
+
+    def __init__(self) -> None:
+        self.slots = (ctypes.c_uint64 * len(_ASKED))()
+        begin = ctypes.addressof(self.slots)
+        self.pointers = (_P * len(_ASKED))(*(begin + 8 * k for k in range(len(_ASKED))))
+
+
+class PointerAttributes:
+    """``cuPointerGetAttributes``: some versions of cuda-python answer 0 for the device, whichever it is (its issue 2928).
+
+    Parameters
+    ----------
+    address : int
+        Of the function.
+    """
+
+    def __init__(self, address: int) -> None:
+        call: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint, _P, _P, ctypes.c_uint64)(address)
+        self._call = call
+        self._asked = (ctypes.c_int * len(_ASKED))(*_ASKED)
+        self._free: list[_Answer] = []
+        self._zeros: list[ctypes.c_uint64 | int] = [0] * len(_ASKED)
+
+    def __call__(self, pointer: int) -> tuple[int, int, bool, int, int, int, int]:
+        """The driver's result, then memory type, whether managed, device, device address, base and size."""
+        # One for each call that is under way, in any thread, or in a finalizer that this one is interrupted by.
+        try:
+            answer = self._free.pop()
+        except IndexError:
+            answer = _Answer()
+        slots = answer.slots
+        slots[:] = self._zeros  # the driver writes 1, 4 or 8 bytes of each
+        code = self._call(len(_ASKED), self._asked, answer.pointers, pointer)
+        kind, managed, device, there, base, size = slots
+        self._free.append(answer)
+        return code, kind & 0xFFFFFFFF, bool(managed & 0xFF), ctypes.c_int32(device).value, there, base, size
