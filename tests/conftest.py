@@ -11,6 +11,9 @@ from kvraw.runtime import driver as driver_module
 from tests.emulator.fake_driver import FakeDriver
 
 
+DEVICE = int(os.environ.get("KVRAW_TEST_DEVICE", "0"))
+
+
 @pytest.fixture(scope="session")
 def gpu() -> int:
     """A device to test on. Skips only where there is no driver or no device."""
@@ -23,7 +26,7 @@ def gpu() -> int:
         if os.environ.get("KVRAW_REQUIRE_GPU") == "1":
             pytest.fail(f"KVRAW_REQUIRE_GPU=1, but: {error}")
         pytest.skip(str(error))
-    return 0
+    return DEVICE
 
 
 @pytest.fixture
@@ -38,19 +41,19 @@ def fake() -> Iterator[FakeDriver]:
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> int:
-    """Device 0 of the emulator, and of the machine."""
+    """A device of the emulator, and of the machine: 0, or what ``KVRAW_TEST_DEVICE`` says."""
     if request.param == "gpu":
         return int(request.getfixturevalue("gpu"))
     request.getfixturevalue("fake")
-    return 0
+    return DEVICE
 
 
 @pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def codec_device(request: pytest.FixtureRequest) -> int | None:
-    """Host memory (None), and device 0 of the emulator and of the machine."""
+    """Host memory (None), and a device of the emulator and of the machine."""
     if request.param == "cpu":
         return None
     if request.param == "gpu":
         return int(request.getfixturevalue("gpu"))
     request.getfixturevalue("fake")
-    return 0
+    return DEVICE

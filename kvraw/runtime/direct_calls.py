@@ -65,7 +65,7 @@ class _Answer:
 
 
 class PointerAttributes:
-    """``cuPointerGetAttributes``: some versions of cuda-python answer 0 for the device, whichever it is (its issue 2928).
+    """``cuPointerGetAttributes``: some versions of cuda-python answer 0 for every device (its issue 2928).
 
     Parameters
     ----------

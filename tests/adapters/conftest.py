@@ -7,17 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from kvraw.adapters.lmcache import _groups, _memo, _pageable, _paged, _place, _utilities
+from tests.conftest import DEVICE
 
 
 @pytest.fixture(params=["host", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request: pytest.FixtureRequest) -> int | None:
-    """The host, and device 0 of the emulator and of the machine."""
+    """The host, and a device of the emulator and of the machine."""
     if request.param == "host":
         return None
     if request.param == "gpu":
         return int(request.getfixturevalue("gpu"))
     request.getfixturevalue("fake")
-    return 0
+    return DEVICE
 
 
 @pytest.fixture(autouse=True)

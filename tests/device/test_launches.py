@@ -28,11 +28,11 @@ class TorchLike:
 
     def __init__(self, place: Place, values: np.ndarray) -> None:
         self.array: DeviceArray = place.put(values)
-        self.shape, self.dtype, self.device = values.shape, values.dtype, Where("cuda", 0)
+        self.shape, self.dtype, self.device = values.shape, values.dtype, Where("cuda", place.device)
         self.is_cuda = True
 
     def get_device(self) -> int:
-        return 0
+        return self.device.index
 
     def data_ptr(self) -> int:
         return self.array.address

@@ -121,7 +121,7 @@ def test_engines_and_places_must_fit(device: int) -> None:
     rows = Rows(device)
     array = np.zeros(ROWS * LAYERS * ROW, np.uint8)
     with pytest.raises(kvraw.PlacementError, match=r"dst\[0\] at 0x\w+ is pageable"):
-        kvraw.PreparedCopy(PLAN, device=0)(rows.bases, [array.ctypes.data], 1, stream=rows.stream)
-    with pytest.raises(kvraw.PlacementError, match=r"src\[0\] is 0x\w+, memory of device 0"):
+        kvraw.PreparedCopy(PLAN, device=device)(rows.bases, [array.ctypes.data], 1, stream=rows.stream)
+    with pytest.raises(kvraw.PlacementError, match=rf"src\[0\] is 0x\w+, memory of device {device}"):
         kvraw.PreparedCopy(PLAN, device=None)(rows.bases, [array.ctypes.data], 1)
     rows.close()
