@@ -10,7 +10,6 @@ import pytest
 from kvraw.runtime import driver as driver_module
 from tests.emulator.fake_driver import FakeDriver
 
-
 DEVICE = int(os.environ.get("KVRAW_TEST_DEVICE", "0"))
 
 
