@@ -25,14 +25,14 @@ from kvraw.adapters.lmcache._paged import (
 )
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of
-from kvraw.arrays import ASK_DRIVER, I64, U64, IndexVector, index_vector, is_pointer, tensor_view
+from kvraw.arrays import ASK_DRIVER, I64, IndexVector, index_vector, is_pointer, tensor_view
 from kvraw.cache import PagedCache, require_host
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import locate, locate_all
+from kvraw.runtime.memory import locate_all
 from kvraw.transfer_plan import Direction, TransferPlan
 
 if TYPE_CHECKING:
@@ -139,8 +139,6 @@ def reach(objects: Sequence[int], nbytes: int, device: int | None) -> Reached:
         require_host("objects", host, 1)
         return Reached(host, host, False)
     with DeviceScope(device):
-        if len(objects) <= _FEW:
-            return _reach_few(objects, host, nbytes, device)
         found = locate_all(host, nbytes)
         found.require(device, "objects")
     if found.pageable:
@@ -149,35 +147,6 @@ def reach(objects: Sequence[int], nbytes: int, device: int | None) -> Reached:
     return Reached(host, found.seen, found.link, found.edges)
 
 
-def _reach_few(objects: Sequence[int], host: U64, nbytes: int, device: int) -> Reached:
-    """The same for a few, for whom what `locate_all` does for many at once is dear."""
-    begin = end = shift = 0
-    link = here = False
-    shifts: list[int] = []
-    edges: tuple[int, ...] = ()
-    for at, address in enumerate(objects):
-        if not begin <= address <= end - nbytes:  # not in the allocation of the one before
-            info = driver().pointer_info(address)
-            here = info is not None and info.kind == "host"
-            if info is not None and info.base <= address <= info.base + info.size - nbytes * here:
-                if not here and info.device != device:
-                    locate_all(host[at : at + 1]).require(device, "objects")
-                begin, end = info.base, info.base + info.size
-                shift = info.device_address - address if here else 0
-                edges = (*edges, end) if here else edges  # copies of neighbours must not grow over it
-            else:  # over the end of a registration, or pageable
-                found = locate(address, nbytes)
-                if not found.device_address:
-                    raise PlacementError(f"object {at} at {address:#x} is pageable host memory")
-                begin = end = 0
-                here, shift, edges = found.device is None, found.device_address - address, edges + found.edges
-        link = link or here
-        shifts.append(shift)
-    seen = host if not any(shifts) else np.array([a + s for a, s in zip(objects, shifts, strict=True)], np.uint64)
-    return Reached(host, seen, link, edges)
-
-
-_FEW = 16
 _ROWS = 256  # rows of objects of which it is known where they lie
 _ASK = object()
 
