@@ -12,5 +12,5 @@ def keep(device: int, completion: Completion | None) -> bool:
     """Keep what was captured for ever: nobody holds it, and nothing tells when the graph is gone. Whether it was."""
     if type(completion) is not Captured:
         return False
-    device_state(device).books.lost.append(completion)
+    device_state(device).board.kept.append(completion)
     return True

@@ -37,6 +37,8 @@ def stream_handle(stream: object, device: int | None = None) -> int:
         if device is None or handle in _DEFAULT_STREAMS:
             return handle
         found = _device_of(handle)
+        if found != device:  # or another library's stream that had this handle before was
+            found = _device_of(handle, anew=True)
     if device is not None and found != device:
         raise PlacementError(f"stream is a stream of device {found}, must be one of device {device}")
     return handle
@@ -61,12 +63,12 @@ def _handle(stream: object) -> int:
     raise TypeError(f"stream is a {type(stream).__name__}; must have __cuda_stream__ or cuda_stream, or be an int")
 
 
-def _device_of(handle: int) -> int:
-    """Device of a stream that is no default stream; the driver is asked once for each handle."""
+def _device_of(handle: int, *, anew: bool = False) -> int:
+    """Device of a stream that is no default stream; the driver is asked once for each handle, or `anew`."""
     d = driver()
     known = _devices.setdefault(d, {})
     found = known.get(handle)
-    if found is None:
+    if found is None or anew:
         d.context_push(d.stream_context(handle))
         try:
             found = d.context_device()
@@ -83,7 +85,7 @@ def stream_device(stream: object) -> int | None:
     if type(stream) is Stream:
         return stream.device
     handle = _handle(stream)
-    return current_device() if handle in _DEFAULT_STREAMS else _device_of(handle)
+    return current_device() if handle in _DEFAULT_STREAMS else _device_of(handle, anew=True)
 
 
 def capturing(stream: int) -> bool:

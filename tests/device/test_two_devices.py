@@ -12,6 +12,7 @@ import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters import sglang
 from kvraw.layout import Geometry
+from kvraw.runtime import stream as stream_module
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.adapters import test_lmcache_blocks as lmcache
@@ -74,6 +75,17 @@ def test_a_stream_of_the_other_is_refused(world: World) -> None:
             kvraw.memcpy_batch([8], [8], [8], stream=stream, device=1)
     other.synchronize()
     assert stays(world) == before
+
+
+def test_a_handle_that_comes_again_is_asked_about_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another library destroyed a stream of the first device, and made one of the second."""
+    handle = world.stream.handle
+    monkeypatch.setitem(stream_module._devices.setdefault(driver(), {}), handle, 0)
+    kvraw.store(world.cache, world.chunks, [0], stream=handle).wait()
+    assert stream_module._devices[driver()][handle] == 1
+    monkeypatch.setitem(stream_module._devices[driver()], handle, 0)
+    at = world.chunks[0].address
+    kvraw.memcpy_batch([at + 64], [at], [64], stream=handle).wait()
 
 
 def test_memory_of_the_other_is_refused(world: World) -> None:
