@@ -14,7 +14,7 @@ from kvraw.engines import copy_engine, cpu, reference
 from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.kernel import THREADS, KernelPlan
-from kvraw.engines.operands import DeviceTable, Operands, check_entries, check_host_index, index_device
+from kvraw.engines.operands import DeviceTable, Operands, check_entries, check_host_index, require_index
 from kvraw.engines.planner import DIRECTIONS, best, profile_for
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
@@ -282,8 +282,8 @@ class PreparedCopy:
         index = values if isinstance(values, IndexVector) else index_vector(name, values)
         if index.count < first + count:
             raise BoundsError(f"{name} has {index.count} values, must have at least {first + count}")
-        if index.device is not None and index_device(index) != self.device:
-            raise PlacementError(f"{name} lies on device {index_device(index)}, must lie on {self.device} or the host")
+        if self.device is not None:
+            require_index(name, index, self.device)
         if index.host is not None and self.check:
             check_host_index(name, index.host[: first + count], side, first)
         return index

@@ -12,7 +12,7 @@ from kvraw.chunks import ChunkRow
 from kvraw.engines import cpu, reference
 from kvraw.engines.device_state import device_state
 from kvraw.engines.gpu import GpuCall, GpuPlan
-from kvraw.engines.operands import Operands, check_distinct, check_host_index, index_device
+from kvraw.engines.operands import Operands, check_distinct, check_host_index, require_index
 from kvraw.engines.planner import Choice
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import ChunkLayout
@@ -242,8 +242,7 @@ class TransferPlan:
     ) -> Transfer:
         device = self.cache.device
         assert device is not None
-        if index.device is not None and index_device(index) != device:
-            raise PlacementError(f"{self._ids_name} lie on device {index_device(index)}, the cache on device {device}")
+        require_index(self._ids_name, index, device)
         with DeviceScope(device):
             addresses, link = row.on_device(device)
             state = device_state(device)

@@ -7,9 +7,10 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from kvraw.engines.board import Board
+from kvraw.engines.device_state import device_state
+from kvraw.runtime.stream import capturing
 
-__all__ = ["raise_found", "teller"]
+__all__ = ["nobody", "raise_found", "teller"]
 
 _log = logging.getLogger("kvraw")
 _found: defaultdict[int, deque[Exception]] = defaultdict(deque)
@@ -17,23 +18,28 @@ _found: defaultdict[int, deque[Exception]] = defaultdict(deque)
 
 @functools.cache
 def teller(device: int) -> Callable[[Exception], None]:
-    """What takes such an error of an operation that nobody waits for; it is logged as well."""
-    queue = _found[device]
-
-    def tell(error: Exception) -> None:
-        _log.error("an earlier operation on device %s: %s", device, error)
-        queue.append(error)
-
-    return tell
+    """What takes such an error of an operation that nobody waits for."""
+    return _found[device].append
 
 
-def raise_found(device: int, board: Board) -> None:
-    """Raise the oldest, as the driver does with its own asynchronous errors. No capture is in progress."""
-    board.look()
+def nobody(error: Exception) -> None:
+    """Takes an error that another copy of the same operation tells as well."""
+
+
+def raise_found(device: int, stream: int) -> bool:
+    """Raise the oldest, and log it, as the driver does with its own asynchronous errors.
+
+    Returns whether a capture is in progress on the stream, which forbids asking about events: then nothing is raised.
+    """
+    if capturing(stream, device):
+        return True
+    device_state(device).board.look()
     queue = _found[device]
     if queue:
         try:
             error = queue.popleft()
         except IndexError:  # another thread took it
-            return
+            return False
+        _log.error("an earlier operation on device %s: %s", device, error)
         raise error
+    return False

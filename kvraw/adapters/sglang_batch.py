@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvraw.adapters import captures, tensors
+from kvraw.adapters.found import raise_found
 from kvraw.engines import copy_engine
 from kvraw.engines.aside import in_order
 from kvraw.engines.copy_engine import Descriptors
@@ -25,20 +26,26 @@ def enqueue(
     edges: Sequence[int] = (),
     refs: object = None,
     most: int | None = None,
+    raising: bool = True,
 ) -> None:
     """Enqueue copies by the copy engine on the device's current stream; no copy spans one of `edges`.
 
     `pageable` says that pageable memory takes part; the ranges `on_host` are looked up for it, and for more edges.
-    `most` is the most descriptors that the driver is given at once.
+    `most` is the most descriptors that the driver is given at once. What kernels of earlier operations on the device
+    found is raised first, unless the caller did.
 
     Raises
     ------
+    BoundsError
+        A kernel of an earlier operation found it.
     DriverError
         The driver refused; `index` is the failing copy, where it told. Copies before it may have been enqueued.
     """
     if not len(d):
         return
     stream, step = tensors.current_stream(device), most or len(d)
+    if raising:
+        raise_found(device, stream)
     with DeviceScope(device):
         if on_host:
             found, more = tensors.look_over(on_host)

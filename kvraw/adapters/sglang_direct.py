@@ -149,7 +149,7 @@ def _ready(groups: list[_Group], most: tuple[int, int], *tensor_groups: Sequence
 _FEW, _MOST = 8, 512
 _by_value: dict[tuple[object, ...], _Ready] = {}
 _by_identity: dict[tuple[object, ...], tuple[list[object], _Ready, object]] = {}
-_fields = attrgetter("shape", "dtype", "is_cuda")
+_fields = attrgetter("shape", "dtype")
 
 
 def _known(kind: tuple[object, ...], src: Sequence[Any], dst: Sequence[Any], make: Callable[[], _Ready]) -> _Ready:
@@ -160,7 +160,10 @@ def _known(kind: tuple[object, ...], src: Sequence[Any], dst: Sequence[Any], mak
         entry = _by_identity.get(who)
         if entry is not None and entry[0] == _places(src, dst):
             return entry[1]
-    key = (kind, *[tuple([(t.data_ptr(), t.stride(), *_fields(t)) for t in group]) for group in (src, dst)])
+    key = (
+        kind,
+        *[tuple([(t.data_ptr(), t.get_device(), t.stride(), *_fields(t)) for t in group]) for group in (src, dst)],
+    )
     ready = _by_value.get(key)
     if ready is None:
         if len(_by_value) >= _MOST:
@@ -180,7 +183,7 @@ def _forget(who: tuple[object, ...], _: object) -> None:
 
 def _places(src: Sequence[Any], dst: Sequence[Any]) -> list[object]:
     """What changes where a tensor is given other memory, or another shape, in place."""
-    return [x for group in (src, dst) for t in group for x in (t.data_ptr(), t.numel(), t.stride())]
+    return [x for group in (src, dst) for t in group for x in (t.data_ptr(), t.get_device(), t.numel(), t.stride())]
 
 
 def _send(ready: _Ready, copies: list[tuple[U64, U64, U64]], refs: object) -> None:

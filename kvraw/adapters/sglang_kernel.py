@@ -16,7 +16,6 @@ from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.stream import capturing
 
 __all__ = ["End", "Numbers", "Rows", "default_quota", "index_on_device", "launch", "transfer"]
 
@@ -78,15 +77,17 @@ def default_quota(given: int | None) -> int:
         raise ValueError(f"environment variable {QUOTA_VARIABLE}={text!r} must be a number of thread blocks") from None
 
 
-_Fields = tuple[int, int, Any, bool, int]
+_Fields = tuple[int, int, Any, int, int]
 
 
 def _see(group: tuple[Any, ...]) -> tuple[_Fields, ...]:
     """What of tensors decides how they are used, as a part of the key of ready copies.
 
-    Address, values, dtype, whether on a GPU, and True where it has no gaps, else the bytes that it reaches over.
+    Address, values, dtype, device, and True where it has no gaps, else the bytes that it reaches over.
     """
-    return tuple([(t.data_ptr(), t.numel(), t.dtype, t.is_cuda, t.is_contiguous() or tensors.reach(t)) for t in group])
+    return tuple(
+        [(t.data_ptr(), t.numel(), t.dtype, t.get_device(), t.is_contiguous() or tensors.reach(t)) for t in group]
+    )
 
 
 class _Seen(NamedTuple):
@@ -251,6 +252,11 @@ def _operands(
         found = tensors.find_ranges(_host_tables(end[2], layers), 1)
         if found.pageable:
             raise PlacementError(f"{name}: an address in its table is pageable host memory")
+        apart = found.devices - {state.device}
+        if apart:
+            raise PlacementError(
+                f"{name}: an address in its table is memory of device {min(apart)}, must be of device {state.device}"
+            )
         return Operands(found.seen, index)
     for address, mapped in side.pinned:
         if tensors.mapped_address(name, address) != mapped:
@@ -314,7 +320,8 @@ def transfer(
     if dst_indices.get_device() != device:
         raise PlacementError(f"src_indices lie on device {device}, dst_indices on {dst_indices.get_device()}")
     at, to = index_on_device(src_indices, count, device), index_on_device(dst_indices, count, device)
-    launch(src, dst, numbers, quota, warps, device, at, to, count)
+    captured = raise_found(device, tensors.current_stream(device))
+    launch(src, dst, numbers, quota, warps, device, at, to, count, captured)
 
 
 def launch(
@@ -327,8 +334,12 @@ def launch(
     at: IndexVector | None,
     to: IndexVector | None,
     count: int,
+    captured: bool,
 ) -> None:
-    """Enqueue the kernel on a device's current stream; a side without an index takes its tokens in order."""
+    """Enqueue the kernel on a device's current stream; a side without an index takes its tokens in order.
+
+    `captured` says that a capture is in progress there.
+    """
     key = (src[0], src[1], _see(src[2]), dst[0], dst[1], _see(dst[2]), numbers, quota, warps, device)
     stream, layers = tensors.current_stream(device), numbers[1]
     with DeviceScope(device):
@@ -336,9 +347,6 @@ def launch(
         if not count or not layers:
             return
         state = device_state(device)
-        captured = capturing(stream)
-        if not captured:
-            raise_found(device, state.board)
         while True:
             reads = _operands("src", src, ready.src, layers, at, state, stream)
             writes = _operands("dst", dst, ready.dst, layers, to, state, stream)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import tensors
+from kvraw.adapters.found import raise_found
 from kvraw.adapters.sglang_batch import enqueue
 from kvraw.adapters.sglang_direct import bounded, first_of_pages
 from kvraw.adapters.sglang_kernel import End, Numbers, default_quota, index_on_device, launch, transfer
@@ -143,15 +144,17 @@ def _by_pages(
     device, token, count = int(src_indices.get_device()), staging[1], len(pages) * page_size
     index = index_on_device(src_indices, count, device)
     on_host = [tensors.span(t) for t in dst if not t.is_cuda]
+    # Once: what a part of this operation finds stops no other part.
+    captured = raise_found(device, tensors.current_stream(device))
     for begin in range(0, count, room):  # the stream's order keeps a part's copies before the next part's kernel
         many = min(room, count - begin)
         part = index._replace(address=index.address + begin * index.width, count=many)
-        launch(source, staging, numbers, quota, _WARPS, device, part, None, many)
+        launch(source, staging, numbers, quota, _WARPS, device, part, None, many, captured)
         to = pages[begin // page_size : (begin + many) // page_size].view(np.uint64) * np.uint64(token)
         at = np.arange(0, many * token, page_size * token, dtype=np.uint64)
         ends = [_each(dst, to), _each(staging[2], at)]
         copies = Descriptors(ends[0], ends[1], np.full(len(ends[0]), page_size * token, np.uint64))
-        enqueue(copy_engine.merge(copies), device, on_host=on_host, refs=(staging, dst))
+        enqueue(copy_engine.merge(copies), device, on_host=on_host, refs=(staging, dst), raising=False)
 
 
 def _each(group: tuple[Any, ...], offsets: U64) -> U64:

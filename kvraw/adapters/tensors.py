@@ -262,10 +262,10 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
         table = _tables[key] = _Table(tensor, key, now)
     elif table.asked:
         pending = table.pending
-        if pending is not None and not capturing(stream) and pending.done():
+        if pending is not None and not capturing(stream, state.device) and pending.done():
             table.pending = None
         return table.bits
-    if not capturing(stream):
+    if not capturing(stream, state.device):
         count = int(tensor.numel())
         operation = state.books.begin(stream)
         upload = state.take_upload(count)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import captures, tensors
+from kvraw.adapters.found import raise_found
 from kvraw.adapters.sglang_batch import enqueue
 from kvraw.adapters.sglang_direct import device_of
 from kvraw.arrays import U64, IndexVector
@@ -76,6 +77,7 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
     engine, stream = "auto", None
     if device is not None:
         stream = tensors.current_stream(device)
+        raise_found(device, stream)
         found = [tensors.find_ranges(base, span) for base, span in zip(bases, spans, strict=True)]
         bases = [Reached(b, f.seen, f.link, f.edges, f.pageable) for b, f in zip(bases, found, strict=True)]
         engine = "copy" if found[0].pageable or found[1].pageable else "auto"
@@ -135,20 +137,21 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         return
     (device,) = devices
     stream, edges = tensors.current_stream(device), found[0].edges + found[1].edges
+    raise_found(device, stream)
     if found[0].pageable or found[1].pageable:
         for name, given_at in (("src_ptrs", given.src), ("dst_ptrs", given.dst)):
             bad = (given.sizes > 0) & ((given_at == 0) | (given_at + given.sizes < given_at))
             if bad.any():
                 at = int(bad.argmax())
                 raise BoundsError(f"{name}[{at}] is {given_at[at]}, with its size must be an address below 2**64")
-        enqueue(Descriptors(target, source, nbytes), device, pageable=True, edges=edges)
+        enqueue(Descriptors(target, source, nbytes), device, pageable=True, edges=edges, raising=False)
         return
     left = _by_kernel(found, nbytes, [largest] if least == largest else _kinds(nbytes), device, stream)
     if left is not None:
         source, target, nbytes = source[left], target[left], nbytes[left]
     merged = copy_engine.merge(Descriptors(target, source, nbytes))
     try:
-        enqueue(merged, device, edges=edges, most=_most_descriptors())
+        enqueue(merged, device, edges=edges, most=_most_descriptors(), raising=False)
     except DriverError as error:
         entry = None if error.index is None else holder(given, merged, error.index)
         raise DriverError(error.name, error.code, error.call, index=entry) from error

@@ -37,7 +37,7 @@ def _run(what: str, flags: int, tensors: tuple[Any, ...], stream: Any) -> Operat
             return launch.enqueue(stream_handle(stream, launch.device), (job,))
         _launches.put(key, launch)
     handle = stream_handle(stream, launch.device)
-    return Operation(launch.start(handle, tensors, capturing(handle)))
+    return Operation(launch.start(handle, tensors, capturing(handle, launch.device)))
 
 
 def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None) -> Operation:

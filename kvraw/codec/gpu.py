@@ -71,4 +71,5 @@ def run_pack(job: Job, ends: int, packed: int, size: int, stream: int, refs: tup
     block = fill(job)
     block.record["ends"], block.record["packed"], block.record["packed_size"] = ends, packed, size
     ctas = -(-job.streams // (PACK_THREADS // 32))
-    return Launch(job.device, pack_kernel(), block, ctas, PACK_THREADS, job.error).enqueue(stream, (job, *refs))
+    error = job.without_owners().error
+    return Launch(job.device, pack_kernel(), block, ctas, PACK_THREADS, error).enqueue(stream, (job, *refs))

@@ -199,8 +199,8 @@ def decode(encoded: Encoded, out: Any = None, *, stream: Any = None) -> Any:
         return made if out is None else Operation()
     if encoded.ends.size == 0:
         return Operation()
-    arena = take_arena(device)
-    return decode_from_arena(arena, encoded, view, stream_handle(stream, device), [], lambda: give_arena(arena))[0]
+    handle, arena = stream_handle(stream, device), take_arena(device)
+    return decode_from_arena(arena, encoded, view, handle, [], lambda: give_arena(arena))[0]
 
 
 def decode_from_arena(

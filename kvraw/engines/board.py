@@ -14,6 +14,7 @@ from kvraw.runtime.memory import PinnedBuffer
 __all__ = ["Board", "Finder", "Ticket"]
 
 _PAGE = 64  # pairs of status words that are looked at together
+_PAGES = 16  # made at once: a graph keeps one pair for each launch in it, and no memory can be had during a capture
 _CLEAR = bytes(16 * _PAGE)
 
 
@@ -31,6 +32,8 @@ class Ticket:
     ----------
     address : int
         Of the two words, as the device sees them.
+    page : int
+        Which of the board's pages they are on.
     finder : Finder
         What the words are given to.
     origin : int
@@ -41,13 +44,13 @@ class Ticket:
         The launch's, which settles it; None for one that was captured: its words count at once.
     """
 
-    __slots__ = ("_at", "_free", "_words", "address", "completion", "finder", "origin", "told")
+    __slots__ = ("_at", "_free", "_words", "address", "completion", "finder", "origin", "page", "told")
 
     finder: Finder
     completion: Completion | None
 
-    def __init__(self, words: memoryview[int], at: int, address: int, free: list[Ticket]) -> None:
-        self._words, self._at, self.address, self._free = words, at, address, free
+    def __init__(self, words: memoryview[int], at: int, address: int, page: int, free: list[Ticket]) -> None:
+        self._words, self._at, self.address, self.page, self._free = words, at, address, page, free
         self.origin = 0
         self.completion = None
         self.told: Callable[[Exception], None] | None = None
@@ -71,8 +74,9 @@ class Ticket:
         return error
 
     def give_back(self) -> Exception | None:
-        """To the next launch; no kernel can write any more."""
+        """To the next launch, cleared: what nobody read is lost. No kernel can write any more."""
         self.completion = self.told = None
+        self._words[self._at] = self._words[self._at + 1] = 0
         self._free.append(self)
         return None
 
@@ -83,9 +87,11 @@ class Board:
     def __init__(self, device: int) -> None:
         self._device = device
         self._lock = threading.RLock()
-        self._pages: list[tuple[PinnedBuffer, memoryview[int]]] = []
+        self._blocks: list[PinnedBuffer] = []
+        self._pages: list[memoryview[int]] = []
         self._tickets: list[Ticket] = []
         self._free: list[Ticket] = []
+        self._used = 0  # pages from the first on that hold all tickets ever taken
         self.kept: list[Completion] = []  # of captures that nobody holds: nothing tells when the graph is gone
 
     def take(
@@ -96,6 +102,8 @@ class Board:
             ticket = self._free.pop()
         except IndexError:
             ticket = self._more()
+        if ticket.page >= self._used:
+            self._used = ticket.page + 1
         ticket.finder, ticket.origin, ticket.told = finder, origin, told
         operation.report(ticket.read)
         operation.then(ticket.give_back)
@@ -106,21 +114,27 @@ class Board:
         return ticket.address
 
     def _more(self) -> Ticket:
-        page = PinnedBuffer(len(_CLEAR), self._device)
-        nbytes = (ctypes.c_uint8 * len(_CLEAR)).from_address(page.address)
-        view = memoryview(nbytes).cast("B")
-        view[:] = _CLEAR
+        size = len(_CLEAR)
+        block = PinnedBuffer(size * _PAGES, self._device)
+        view = memoryview((ctypes.c_uint8 * (size * _PAGES)).from_address(block.address)).cast("B")
+        view[:] = bytes(size * _PAGES)
         words = view.cast("Q")
-        made = [Ticket(words, 2 * k, page.device_address + 16 * k, self._free) for k in range(_PAGE)]
         with self._lock:
-            self._pages.append((page, view))
+            first = len(self._pages)
+            made = [
+                Ticket(words, 2 * k, block.device_address + 16 * k, first + k // _PAGE, self._free)
+                for k in range(_PAGE * _PAGES)
+            ]
+            self._blocks.append(block)
+            self._pages += [view[size * k : size * (k + 1)] for k in range(_PAGES)]
             self._tickets += made
-        self._free += made[1:]
+        # What was given back last is taken first, and new ones in their order: so few pages are in use.
+        self._free[:0] = reversed(made[1:])
         return made[0]
 
     def look(self) -> None:
         """Take up what launches found that nobody waits for, where they are over. No capture is in progress."""
-        for _, page in self._pages:
+        for page in self._pages[: self._used]:
             if page.tobytes() != _CLEAR:
                 break
         else:

@@ -141,7 +141,8 @@ class Launch:
         """
         with DeviceScope(self.device):
             after = functools.partial(_after, self._state, upload, then) if upload is not None or then else None
-            return Operation(self.start(stream, (), capturing(stream), refs, after, upload is not None))
+            captured = capturing(stream, self.device)
+            return Operation(self.start(stream, (), captured, refs, after, upload is not None))
 
     def start(
         self,

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvraw.arrays import ASK_DRIVER, I64, U64, IndexVector
-from kvraw.errors import BoundsError
+from kvraw.errors import BoundsError, PlacementError
 from kvraw.plan import Side
 from kvraw.runtime.memory import locate
 
-__all__ = ["DeviceTable", "Operands", "check_distinct", "check_entries", "check_host_index", "index_device"]
+__all__ = ["DeviceTable", "Operands", "check_distinct", "check_entries", "check_host_index", "require_index"]
 
 
 class DeviceTable(NamedTuple):
@@ -60,9 +60,18 @@ class Operands(NamedTuple):
         return None if self.index is None else self.index.host
 
 
-def index_device(index: IndexVector) -> int | None:
-    """Device that holds an index, asked of the driver where its protocol does not tell; None for the host."""
-    return locate(index.address, 1).device if index.device == ASK_DRIVER and index.count else index.device
+def require_index(name: str, index: IndexVector, device: int | None) -> None:
+    """Raise `PlacementError` where an index lies neither on the host nor where kernels of this device reach it."""
+    where = index.device
+    if where == device or where is None or not index.count:
+        return
+    if where == ASK_DRIVER:
+        found = locate(index.address, 1)
+        if found.device_address and found.device in (None, device):
+            return
+        where = found.device
+    there = "in pageable host memory" if where is None else f"on device {where}"
+    raise PlacementError(f"{name} lies {there}, must lie on device {device} or the host")
 
 
 def check_host_index(name: str, index: I64, side: Side, first: int) -> None:

@@ -15,7 +15,7 @@ from kvraw.engines.cpu import in_parts
 from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.engines.grid import Launch, Launches, Operation, key_of
 from kvraw.engines.kernel_args import divider
-from kvraw.engines.operands import index_device
+from kvraw.engines.operands import require_index
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.ptx.loader import read_ptx
 from kvraw.rope import args
@@ -199,7 +199,7 @@ def rerotate_keys(
         launch = call.launch()
         _launches.put(found, launch)
     handle = stream_handle(stream, launch.device)
-    return Operation(launch.start(handle, tensors, capturing(handle)))
+    return Operation(launch.start(handle, tensors, capturing(handle, launch.device)))
 
 
 def launch_key(options: object, key: Any, old: Any, new: Any, cache: Any) -> tuple[Any, ...] | None:
@@ -245,8 +245,7 @@ class Call:
         if not (r.tokens and r.heads and r.half):
             return None
         for name, index in zip(_NAMES, (old, new), strict=True):
-            if index.device is not None and index_device(index) != r.device:
-                raise PlacementError(f"{name} lie on device {index_device(index)}, key on device {r.device}")
+            require_index(name, index, r.device)
         return cls(r, (old, new), check)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -94,15 +93,20 @@ class Completion:
                 driver().stream_wait_event(stream, self._event)
 
     def _finish(self) -> None:
-        # The error is there before the event is gone: whoever finds no event looks for it.
-        if self._reports:
-            self.error, self._reports = _run(self._reports), ()
-        event, self._event = self._event, None
-        assert event is not None
-        if self._settle:
+        if self._pending:  # a finalizer came back here, in this very thread
+            return
+        self._pending = True
+        try:
+            reports, self._reports = self._reports, ()
             settle, self._settle = self._settle, ()
+            # The error is there before the event is gone: whoever finds no event looks for it.
+            self.error = _run(reports) or self.error
             self.error = _run(settle) or self.error
-        self._books.give_event(event)
+            event, self._event = self._event, None
+        finally:
+            self._pending = False
+        if event is not None:
+            self._books.give_event(event)
         self._books.dead.append(self._refs)
         self._refs = None
 
@@ -262,6 +266,7 @@ class InFlight:
 
         One that is not over goes to the back, so that a stream that stands still does not hold up the others' books.
         """
+        met: list[Exception] = []  # told outside the lock: whoever logs holds locks of his own
         with self.settle_lock:  # `drain` must not miss what is off the books for a moment
             while self._open and limit:
                 limit -= 1
@@ -272,10 +277,12 @@ class InFlight:
                     continue
                 if not over:
                     self._open.rotate(-1)
-                    return
+                    break
                 self._open.popleft()
                 if oldest.error is not None and not oldest.told:
-                    _log.error("%s", oldest.error)
+                    met.append(oldest.error)
+        for error in met:
+            _log.error("%s", error)
 
     def drain(self) -> None:
         """Wait for every operation on the books."""
@@ -287,5 +294,10 @@ class InFlight:
             told = oldest.told
             oldest.wait()
             oldest.told = told
-            with self.settle_lock, contextlib.suppress(ValueError):
-                self._open.remove(oldest)
+            try:
+                with self.settle_lock:
+                    self._open.remove(oldest)
+            except ValueError:  # another thread took it
+                continue
+            if oldest.error is not None and not told:
+                _log.error("%s", oldest.error)

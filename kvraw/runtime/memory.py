@@ -76,6 +76,9 @@ def _allocation(d: CudaDriver, address: int) -> _Allocation | None:
     if info is None or (info.kind == "host" and not info.device_address):
         return None
     device = None if info.kind == "host" else info.device
+    if info.kind == "managed":  # every device may touch it
+        current = d.context_device()
+        device = current if current >= 0 else info.device if other is None else other
     shift = info.device_address - address if device is None else 0
     found = _Allocation(info.base, info.base + info.size, shift, device)
     if number and device is None:

@@ -12,10 +12,11 @@ from kvraw.runtime.driver import CudaDriver, driver, driver_if
 
 __all__ = ["Stream", "capturing", "stream_device", "stream_handle"]
 
-_DEFAULT_STREAMS = (0, 1, 2)  # CU_STREAM_LEGACY is 1, CU_STREAM_PER_THREAD 2
-_NEVER = (0, 1)  # the legacy default stream cannot be captured
-_MOST = 4096
-_devices: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKeyDictionary()  # of streams, by handle
+_PER_THREAD = 2  # CU_STREAM_PER_THREAD: a stream of its own in every context
+_NEVER = (0, 1)  # CU_STREAM_LEGACY: cannot be captured
+_DEFAULT_STREAMS = (*_NEVER, _PER_THREAD)
+# Devices of contexts: handles of streams come again, those of contexts hardly ever.
+_devices: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 def stream_handle(stream: object, device: int | None = None) -> int:
@@ -37,8 +38,6 @@ def stream_handle(stream: object, device: int | None = None) -> int:
         if device is None or handle in _DEFAULT_STREAMS:
             return handle
         found = _device_of(handle)
-        if found != device:  # or another library's stream that had this handle before was
-            found = _device_of(handle, anew=True)
     if device is not None and found != device:
         raise PlacementError(f"stream is a stream of device {found}, must be one of device {device}")
     return handle
@@ -63,20 +62,17 @@ def _handle(stream: object) -> int:
     raise TypeError(f"stream is a {type(stream).__name__}; must have __cuda_stream__ or cuda_stream, or be an int")
 
 
-def _device_of(handle: int, *, anew: bool = False) -> int:
-    """Device of a stream that is no default stream; the driver is asked once for each handle, or `anew`."""
+def _device_of(handle: int) -> int:
+    """Device of a stream that is no default stream."""
     d = driver()
-    known = _devices.setdefault(d, {})
-    found = known.get(handle)
-    if found is None or anew:
-        d.context_push(d.stream_context(handle))
+    context, known = d.stream_context(handle), _devices.setdefault(d, {})
+    found = known.get(context)
+    if found is None:
+        d.context_push(context)
         try:
-            found = d.context_device()
+            found = known[context] = d.context_device()
         finally:
             d.context_pop()
-        if len(known) >= _MOST:
-            known.clear()
-        known[handle] = found
     return found
 
 
@@ -85,18 +81,22 @@ def stream_device(stream: object) -> int | None:
     if type(stream) is Stream:
         return stream.device
     handle = _handle(stream)
-    return current_device() if handle in _DEFAULT_STREAMS else _device_of(handle, anew=True)
+    return current_device() if handle in _DEFAULT_STREAMS else _device_of(handle)
 
 
-def capturing(stream: int) -> bool:
-    """Whether a capture is in progress on a stream."""
-    return stream not in _NEVER and driver().stream_capturing(stream)
+def capturing(stream: int, device: int) -> bool:
+    """Whether a capture is in progress on a stream of a device."""
+    if stream in _NEVER:
+        return False
+    if stream == _PER_THREAD:
+        with DeviceScope(device):
+            return driver().stream_capturing(stream)
+    return driver().stream_capturing(stream)
 
 
 def _destroy(known: weakref.ref[CudaDriver], device: int, handle: int) -> None:
     d = driver_if(known)
     if d is not None:
-        _devices.get(d, {}).pop(handle, None)  # the next stream with this handle may be another device's
         with DeviceScope(device):
             d.stream_destroy(handle)
 

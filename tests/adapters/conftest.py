@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvraw.adapters import found
 from kvraw.adapters.lmcache import _groups, _memo, _pageable, _paged, _place, _utilities
 from tests.conftest import DEVICE
 
@@ -26,8 +27,11 @@ def forgetful() -> Iterator[None]:
     """What the adapters keep between calls is of one driver: forget it around each test."""
     known = (module._known for module in (_memo, _paged, _groups, _utilities))
     kept = (*known, _groups._bits, _place._watched, _place._captured, _pageable._free)
-    for one in kept:
-        one.clear()
+
+    def forget() -> None:
+        for one in (*kept, *found._found.values()):
+            one.clear()
+
+    forget()
     yield
-    for one in kept:
-        one.clear()
+    forget()

@@ -73,6 +73,8 @@ def direct(w: TorchLike) -> Any:
 CASES: dict[str, Callable[[TorchLike], Any]] = {
     "blocks by ids on the host": lambda w: blocks(w, False),
     "blocks by ids on the device": lambda w: blocks(w, True),
+    "blocks to the device": lambda w: blocks(w, False, "device"),
+    "blocks to the device by ids there": lambda w: blocks(w, True, "device"),
     "slots": lambda w: slots(w, "pinned"),
     "a plan": planned,
     "swap_blocks": lambda w: swapped(w, True),

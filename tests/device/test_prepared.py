@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import kvraw
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import PinnedBuffer
 from tests.helpers.backends import device_ids
 
 ROWS, ROW, LAYERS = 50, 48, 3
@@ -124,4 +126,28 @@ def test_engines_and_places_must_fit(device: int) -> None:
         kvraw.PreparedCopy(PLAN, device=device)(rows.bases, [array.ctypes.data], 1, stream=rows.stream)
     with pytest.raises(kvraw.PlacementError, match=rf"src\[0\] is 0x\w+, memory of device {device}"):
         kvraw.PreparedCopy(PLAN, device=None)(rows.bases, [array.ctypes.data], 1)
+    rows.close()
+
+
+class Mapped:
+    """Ids in pinned memory, as the device sees them, that say of themselves that a GPU reads them."""
+
+    dtype = "int64"
+
+    def __init__(self, values: list[int], device: int) -> None:
+        self._memory = PinnedBuffer(max(8 * len(values), 8), device)
+        (ctypes.c_int64 * len(values)).from_address(self._memory.address)[:] = values
+        self.__cuda_array_interface__ = {
+            "shape": (len(values),), "typestr": "<i8", "data": (self._memory.device_address, False), "version": 3,
+        }  # fmt: skip
+
+
+def test_ids_in_mapped_memory_and_none_at_all(device: int) -> None:
+    rows = Rows(device)
+    copy = kvraw.PreparedCopy(PLAN, device=device)
+    src, dst = Mapped([4, 49], device), Mapped([1, 0], device)
+    copy(rows.bases, [rows.flat.address], 2, src_index=src, dst_index=dst, stream=rows.stream).wait()
+    np.testing.assert_array_equal(rows.now(), expect(rows, [4, 49], [1, 0]))
+    none = Mapped([], device)
+    assert copy(rows.bases, [rows.flat.address], 0, src_index=none, dst_index=none, stream=rows.stream).engine == "none"
     rows.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines.device_state import device_state
+from kvraw.engines.device_state import device_state, drain
+from kvraw.engines.kernel import KernelPlan
 from kvraw.errors import ClosedError, DriverError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Completion, InFlight
 from tests.emulator.fake_driver import FakeDriver
+from tests.helpers.backends import device_ids
 from tests.helpers.world import World
 
 
@@ -114,4 +117,57 @@ def test_no_room_for_staging_slots(fake: FakeDriver) -> None:
     transfer.wait()
     assert transfer.engine == "kernel"
     assert "OUT_OF_MEMORY" in transfer.explain()
+    world.close()
+
+
+def test_a_finalizer_that_drains_while_an_error_is_read(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is neither lost nor taken for another, and the event is given back once."""
+    world = World(0)
+    bad = device_ids((0, 10**6), 0, world.stream)
+    real, entered = KernelPlan.found, []
+
+    def found(self: KernelPlan, where: int, value: int, origin: int) -> Exception:
+        error = real(self, where, value, origin)
+        if not entered:
+            entered.append(None)
+            drain()  # what a pool does that is collected here
+        return error
+
+    monkeypatch.setattr(KernelPlan, "found", found)
+    transfer = kvraw.store(world.cache, world.chunks, bad, stream=world.stream)
+    for _ in range(2):
+        with pytest.raises(kvraw.BoundsError, match=r"block_ids\[1\] is 1000000"):
+            transfer.wait()
+    assert entered
+    with DeviceScope(0):
+        events = device_state(0).books._events
+    assert len(events) == len(set(events))
+    assert None not in events
+    for _ in range(20):
+        kvraw.store(world.cache, world.chunks, [0], stream=world.stream).wait()
+    world.close()
+
+
+def test_a_replay_that_nobody_asks_about_is_not_the_next_ones(fake: FakeDriver) -> None:
+    world = World(0)
+    bad, good = device_ids((0, 10**6), 0, world.stream), device_ids((0, 1), 0, world.stream)
+    fake.capture(world.stream.handle, True)
+    transfer = kvraw.store(world.cache, world.chunks, bad, stream=world.stream)
+    fake.capture(world.stream.handle, False)
+    world.stream.synchronize()  # the emulator's capture runs at once: a replay
+    del transfer
+    gc.collect()
+    kvraw.store(world.cache, world.chunks, good, stream=world.stream).wait()
+    world.close()
+
+
+def test_errors_that_nobody_waits_for_are_logged(fake: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(0)
+    for settle in (drain, lambda: device_state(0).books.reap(8)):
+        caplog.clear()
+        kvraw.store(world.cache, world.chunks, device_ids((0, 10**6), 0, world.stream), stream=world.stream)
+        world.stream.synchronize()
+        with DeviceScope(0):
+            settle()
+        assert [r.getMessage()[:23] for r in caplog.records] == ["block_ids[1] is 1000000"]
     world.close()

@@ -10,14 +10,15 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import sglang
+from kvraw.adapters import sglang, tensors
 from kvraw.layout import Geometry
-from kvraw.runtime import stream as stream_module
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.adapters import test_lmcache_blocks as lmcache
+from tests.adapters.test_lmcache_groups import Plan
+from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.backends import device_ids
-from tests.helpers.memory import numbers
+from tests.helpers.memory import Laid, numbers
 from tests.helpers.torch_like import TorchLike
 from tests.helpers.world import TOKENS, World
 
@@ -77,17 +78,6 @@ def test_a_stream_of_the_other_is_refused(world: World) -> None:
     assert stays(world) == before
 
 
-def test_a_handle_that_comes_again_is_asked_about_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another library destroyed a stream of the first device, and made one of the second."""
-    handle = world.stream.handle
-    monkeypatch.setitem(stream_module._devices.setdefault(driver(), {}), handle, 0)
-    kvraw.store(world.cache, world.chunks, [0], stream=handle).wait()
-    assert stream_module._devices[driver()][handle] == 1
-    monkeypatch.setitem(stream_module._devices[driver()], handle, 0)
-    at = world.chunks[0].address
-    kvraw.memcpy_batch([at + 64], [at], [64], stream=handle).wait()
-
-
 def test_memory_of_the_other_is_refused(world: World) -> None:
     before = stays(world)
     plan = kvraw.TransferPlan(world.cache, "store", chunk_tokens=TOKENS).plan
@@ -140,3 +130,94 @@ def test_a_row_of_tokens_on_the_other_is_refused(world: World) -> None:
     other.check()
     w.close()
     other.close()
+
+
+def test_ids_of_the_other_in_the_adapters(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Straight to the kernel: slots, objects on the device, layouts in two parts, and an index of one side alone."""
+    here, there = TorchLike(1).install(monkeypatch), TorchLike(0)
+    w, tokens = lmcache.World(1, 2, 1, 2, "device"), Laid("device", [(2, 2, 3, 18)], 1, 3)
+    slots: Any = numbers([5, 0, 3], "device", 0)
+    with pytest.raises(kvraw.PlacementError, match="slot_mapping lies on device 0"):
+        ops.multi_layer_kv_transfer(tokens.tensors(2)[0], w.paged.tensors(2), slots, "cuda:1", 14, ops.D2H, 1)
+    ids: Any = numbers([3, 1], "device", 0)
+    for _ in range(3):  # objects are known to lie on the device from the second time on
+        with pytest.raises(kvraw.PlacementError, match=r"block_ids lies? on device 0"):
+            lmcache.call(w, ids, ops.D2H)
+    for other in ("src", "dst"):
+        index = {name: (there if name == other else here).put("device", np.arange(2)) for name in ("src", "dst")}
+        rows = here.put("device", np.zeros((4, 64), np.uint8))
+        with pytest.raises(kvraw.PlacementError, match="indices lie on device"):
+            sglang.transfer_kv_per_layer_mla(rows, rows, index["src"], index["dst"], 64)
+    w.check()
+    tokens.check()
+    w.close()
+    tokens.close()
+
+
+def test_caches_and_objects_of_the_other_in_the_adapters(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = TorchLike(1).install(monkeypatch), TorchLike(0)
+    cache, objects = Laid("device", [(7, 2, 36)] * 2, 1, 1), Laid("device", [(1, 2, 4, 36)] * 2, 0, 2)
+    d = ops.PageBufferShapeDesc()
+    d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size = 1, 2, 7, 2, 1, 36, 1
+    mine: Any = numbers([3, 1], "device", 1)
+    for paged, row, match in (
+        (cache.addresses, objects.addresses, "objects: .* is memory of device 0"),
+        (objects.addresses, cache.addresses, "not memory of device 1"),
+    ):
+        with pytest.raises(kvraw.PlacementError, match=match):
+            ops.multi_layer_block_kv_transfer(paged, row, mine, "cuda:1", ops.D2H, d, 4, 14, 0)
+    cache.check()
+    objects.check()
+    cache.close()
+    objects.close()
+
+    layers = [there.put("device", np.zeros((16, 64), np.uint8)) for _ in range(2)]
+    table = here.put("host", np.array([one.data_ptr() for one in layers], np.uint64))
+    dst, ids = here.empty("device", (16, 2, 64)), here.put("device", np.arange(4))
+    with pytest.raises(kvraw.PlacementError, match="src: an address in its table is memory of device 0"):
+        sglang.transfer_kv_all_layer_mla_lf_pf(table, dst, ids, ids, item_size=64, dst_layout_dim=128, num_layers=2)
+
+
+def test_plans_with_parts_on_the_other(world: World) -> None:
+    plan = Plan(1, False)
+    ids, table = numbers(plan.ids, "device", 0), numbers(plan.cache.addresses, "device", 0)
+    there = Laid("device", [tuple(s) for s in plan.cache.shapes], 0, 1)
+    layers = numbers(there.addresses, "device", 1)
+    for change in (
+        {"block_ids_base": ids.data_ptr()},
+        {"paged_buffer_ptrs": table.data_ptr()},
+        {"paged_buffer_ptrs": layers.data_ptr()},
+    ):
+        with pytest.raises(kvraw.PlacementError, match="memory of device 0, must be of device 1"):
+            plan.run(groups=[plan.group(**change)])
+    there.check()
+    there.close()
+    plan.close()
+
+
+def test_memory_that_comes_again_on_the_other(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was looked up for a tensor is not taken for one at the same address of another device."""
+    first, second = TorchLike(0), TorchLike(1)
+    handles = [w.stream.handle for w in (first, second) if w.stream is not None]
+    monkeypatch.setattr(tensors, "_raw_stream", lambda device: handles[device])
+    index, pinned = first.put("host", np.arange(3)), first.put("pinned", np.ones((4, 64), np.uint8))
+    gone = first.empty("device", (4096, 64))
+    sglang.transfer_kv_direct([pinned], [gone], index, index, 1)
+    first.synchronize()
+    again = second.empty("device", (4096, 64))
+    again.base.address, kept = gone.base.address, again.base.address
+    used: list[int] = []
+    real = FakeDriver._push
+
+    def push(self: FakeDriver, stream: int, *args: Any) -> None:
+        used.append(stream)
+        real(self, stream, *args)
+
+    monkeypatch.setattr(FakeDriver, "_push", push)
+    sglang.transfer_kv_direct([pinned], [again], index, index, 1)
+    assert used
+    assert handles[0] not in used
+    monkeypatch.undo()
+    again.base.address = kept
+    for w in (first, second):
+        w.synchronize()

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvraw.adapters.lmcache import _codec, _place
+from kvraw.adapters import found
+from kvraw.adapters.lmcache import _codec
 from kvraw.codec import coder, gpu, quantize
 from kvraw.engines import grid
 from kvraw.engines.board import Ticket
@@ -257,7 +258,7 @@ def tensors_let_go(patch: Patch) -> None:
 
 
 def captures_unseen(patch: Patch) -> None:
-    patch.setattr(_place, "capturing", lambda stream: False)
+    patch.setattr(found, "capturing", lambda stream, device: False)
 
 
 HOST_FAULTS: dict[str, tuple[Callable[[Patch], None], Callable[..., None]]] = {

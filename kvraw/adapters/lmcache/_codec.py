@@ -105,7 +105,9 @@ def rotary_embedding_k_fused_strided(
         if call is None:
             return
         if call.on_host:
-            call.enqueue(current_stream(call.device), teller(call.device))
+            stream = current_stream(call.device)
+            raise_seen(call.device, stream)
+            call.enqueue(stream, teller(call.device))
             return
         launch = call.launch()
         launch.told = teller(launch.device)

@@ -24,11 +24,12 @@ from kvraw.adapters.lmcache._types import (
 from kvraw.arrays import U64, IndexVector
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.operands import Operands
+from kvraw.errors import PlacementError
 from kvraw.prepared import Copy, DeviceTable, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
-from kvraw.runtime.memory import PinnedBuffer
+from kvraw.runtime.memory import PinnedBuffer, locate, locate_all
 
 __all__ = ["execute_object_group_transfer"]
 
@@ -48,7 +49,9 @@ def _table_bits(address: int, entries: int, device: int, stream: int | None) -> 
         with PinnedBuffer(entries * 8, device) as copy:
             driver().memcpy_async(copy.address, address, entries * 8, stream)
             driver().stream_synchronize(stream)
-            _bits[key] = int(np.bitwise_or.reduce(_words(copy.address, entries))) % 16
+            words = _words(copy.address, entries)
+            locate_all(words).require(device, "paged_buffer_ptrs")
+            _bits[key] = int(np.bitwise_or.reduce(words)) % 16
         if len(_bits) > 4096:
             _bits.pop(next(iter(_bits)))
     return _bits.get(key, 8)
@@ -57,6 +60,15 @@ def _table_bits(address: int, entries: int, device: int, stream: int | None) -> 
 def _demanded_bits(head_bytes: int) -> int:
     """The alignment that LMCache's own kernel takes for granted, as bits: of its accesses, 16, 4 or 2 bytes."""
     return 0 if head_bytes % 16 == 0 else 4 if head_bytes % 4 == 0 else 2
+
+
+def _require_here(name: str, address: int, device: int) -> None:
+    """Raise `PlacementError` where the device's kernels would fault on an address."""
+    where = locate(address, 1)
+    if where.device is None and not where.device_address:
+        raise PlacementError(f"{name} is {address:#x}, pageable host memory")
+    if where.device not in (None, device):
+        raise PlacementError(f"{name} is {address:#x}, memory of device {where.device}, must be of device {device}")
 
 
 def _words(address: int, count: int) -> U64:
@@ -99,7 +111,9 @@ class _Group:
             Reached(row.host + np.uint64(p.at), row.seen + np.uint64(p.at), row.link) if p.at else row for p in parts
         ]
         entries = len(self._shape.addresses)
-        if self.device is None:
+        if self.device is not None:
+            _require_here("paged_buffer_ptrs", self.table, self.device)
+        else:
             addresses = _words(self.table, entries)
             return [Reached(b, b, False) for b in (p.bases(addresses) for p in parts)], objects
         # Other addresses may come to stand in the table: no more is made of what it held than LMCache's kernel would.
@@ -153,6 +167,8 @@ def _launches(
     if total <= skip:
         return []
     where, device = spec.block_ids_base + at * 8, group.device
+    if device is not None:
+        _require_here("block_ids_base", where, device)
     ids = (
         IndexVector(host_ids(where, total), 0, total) if device is None else IndexVector(None, where, total, 8, device)
     )

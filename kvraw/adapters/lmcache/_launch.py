@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvraw.adapters.captures import keep
-from kvraw.adapters.found import teller
+from kvraw.adapters.found import nobody, teller
 from kvraw.adapters.lmcache._place import watch
 from kvraw.arrays import IndexVector
 from kvraw.engines.device_state import device_state
-from kvraw.engines.operands import Operands, check_host_index, index_device
-from kvraw.errors import PlacementError
+from kvraw.engines.operands import Operands, check_host_index, require_index
 from kvraw.prepared import Copy, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 
@@ -57,7 +56,7 @@ class Copies:
         """Copy by one part after the other, between the cache and bases of the other side; the last copy.
 
         `captured` says that a capture is in progress on the stream. What kernels find in ids that only the device sees
-        is raised by a later call, unless the caller waits for the last copy, which has the same to report as others.
+        is raised by a later call, unless the caller waits for the last copy, which has the same to report as the rest.
         """
         paged, to_host, device, done = self.paged, self.to_host, self.paged.device, None
         if self.kernel and device is not None and stream is not None and (ids.host is None or not row.link):
@@ -85,12 +84,11 @@ class Copies:
         waited: bool,
     ) -> Copy | None:
         """The same where nothing but the kernel can do it: nothing is to be looked up or chosen."""
-        if ids.device is not None and index_device(ids) != device:
-            raise PlacementError(f"{self.index} lies on device {index_device(ids)}, must lie on {device} or the host")
+        require_index(self.index, ids, device)
         done = None
         with DeviceScope(device):
             state = device_state(device)
-            told = teller(device) if ids.host is None and not waited else None
+            unseen, last = ids.host is None and not waited, self.each[-1]
             for copy, part, table in zip(self.each, self.paged.parts, self.paged.reached(), strict=True):
                 cache = Operands(table.seen, ids)
                 flat = Operands(row.seen + np.uint64(part.at) if part.at else row.seen)
@@ -98,6 +96,7 @@ class Copies:
                     side = copy.plan.src if self.to_host else copy.plan.dst
                     check_host_index(self.index, ids.host[: first + count], side, first)
                 src, dst = (cache, flat) if self.to_host else (flat, cache)
+                told = (teller(device) if copy is last else nobody) if unseen else None
                 done = copy.launch(
                     state, src, dst, count, stream, first=first, link=row.link, captured=captured, told=told, refs=ids
                 )

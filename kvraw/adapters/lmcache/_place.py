@@ -12,14 +12,12 @@ from typing import Any
 
 from kvraw.adapters import captures
 from kvraw.adapters.found import raise_found
-from kvraw.engines.device_state import device_state
 from kvraw.engines.grid import Operation
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.prepared import Copy
-from kvraw.runtime.context import current_device
+from kvraw.runtime.context import DeviceScope, current_device
 from kvraw.runtime.driver import driver_or_none
 from kvraw.runtime.inflight import Completion
-from kvraw.runtime.stream import capturing
 from kvraw.transfer_plan import Transfer
 
 __all__ = ["current_stream", "device_index", "raise_seen", "tensor_device", "this_device", "watch"]
@@ -108,25 +106,28 @@ def raise_seen(device: int, stream: int) -> bool:
 
     Returns whether a capture is in progress on the stream, which forbids asking about events.
     """
-    if capturing(stream):
+    if raise_found(device, stream):
         return True
-    raise_found(device, device_state(device).board)
     queue, captured = _watched.get(device), _captured.get(device)
-    if not queue and not captured:
-        return False
+    if queue or captured:
+        with DeviceScope(device):
+            _raise_watched(device, queue or deque(), bool(captured))
+    return False
+
+
+def _raise_watched(device: int, queue: deque[Transfer | Copy | Operation], captured: bool) -> None:
     if captured:
         _look_at_replays(device)
     while queue:
         with _lock:
             if not queue or not queue[0].done():
-                break
+                return
             copy = queue.popleft()
         try:
             copy.wait()
         except (BoundsError, LayoutError) as error:
             _log.error("an earlier transfer on device %s: %s", device, error)
             raise
-    return False
 
 
 def _look_at_replays(device: int) -> None:

@@ -97,6 +97,8 @@ class _Rows:
             return
         address = int(tensor.data_ptr()) + offset
         if device is None:
+            if tensor.device.type != "cpu":
+                raise PlacementError(f"the tokens lie on device {tensor.device.index}, the cache in host memory")
             self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream, captured)
             return
         if tensor.device.type != "cpu":

@@ -57,7 +57,7 @@ def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_
         raise ValueError("kv_caches is empty. Cannot compute KV layout.")
     flat, hints = _flatten(tensors), hints or {}
     number = None if engine_kv_format is None else format_of(engine_kv_format)
-    told = tuple((t.data_ptr(), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
+    told = tuple((t.data_ptr(), tensor_device(t), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
     key = (told, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
     found = _known.get(key)
     if found is None:
