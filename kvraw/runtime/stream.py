@@ -12,9 +12,8 @@ from kvraw.runtime.driver import CudaDriver, driver, driver_if
 
 __all__ = ["Stream", "capturing", "stream_device", "stream_handle"]
 
-_PER_THREAD = 2  # CU_STREAM_PER_THREAD: a stream of its own in every context
 _NEVER = (0, 1)  # CU_STREAM_LEGACY: cannot be captured
-_DEFAULT_STREAMS = (*_NEVER, _PER_THREAD)
+_DEFAULT_STREAMS = (*_NEVER, 2)  # CU_STREAM_PER_THREAD
 # Devices of contexts: handles of streams come again, those of contexts hardly ever.
 _devices: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKeyDictionary()
 
@@ -88,10 +87,8 @@ def capturing(stream: int, device: int) -> bool:
     """Whether a capture is in progress on a stream of a device."""
     if stream in _NEVER:
         return False
-    if stream == _PER_THREAD:
-        with DeviceScope(device):
-            return driver().stream_capturing(stream)
-    return driver().stream_capturing(stream)
+    with DeviceScope(device):  # a thread may have no context yet, and stream 2 is another one in each
+        return driver().stream_capturing(stream)
 
 
 def _destroy(known: weakref.ref[CudaDriver], device: int, handle: int) -> None:

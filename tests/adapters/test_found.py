@@ -68,7 +68,7 @@ LATER: dict[str, Callable[[Rows], None]] = {
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_any_operation_raises_it_once(rows: Rows, name: str) -> None:
+def test_any_operation_raises_it_once(rows: Rows, name: str, caplog: pytest.LogCaptureFixture) -> None:
     rows.kernel(rows.bad)
     rows.w.synchronize()
     before = rows.w.take(rows.dst).copy()
@@ -76,6 +76,9 @@ def test_any_operation_raises_it_once(rows: Rows, name: str) -> None:
         LATER[name](rows)
     np.testing.assert_array_equal(rows.w.take(rows.dst), before)
     LATER[name](rows)
+    with DeviceScope(rows.w.device):
+        device_state(rows.w.device).books.drain()
+    assert ["is 99" in r.getMessage() for r in caplog.records] == [True]
 
 
 def test_slots_of_lmcache(rows: Rows) -> None:
