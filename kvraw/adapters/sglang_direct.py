@@ -146,7 +146,7 @@ def _ready(groups: list[_Group], most: tuple[int, int], *tensor_groups: Sequence
         return _Ready(groups, most, device, on_host)
 
 
-_FEW, _MOST = 8, 512
+_FEW, _MOST, _LONG = 8, 512, 1 << 20
 _by_value: dict[tuple[object, ...], _Ready] = {}
 _by_identity: dict[tuple[object, ...], tuple[list[object], _Ready, object]] = {}
 _fields = attrgetter("shape", "dtype")
@@ -243,8 +243,25 @@ def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) 
         _send(ready, copies, (src, dst))
 
 
+_Pages = tuple[bytes, I64, I64]
+_last: dict[tuple[int, bool], _Pages] = {}  # indices that were looked at last: those of all layers are the same
+
+
 def first_of_pages(name: str, values: I64, page_size: int, aligned: bool) -> tuple[I64, I64]:
     """First index of each page, once its pages are known to be pages; and the page, where they are `aligned`."""
+    seen, last = values.tobytes(), _last.get((page_size, aligned))
+    if last is not None and last[0] == seen:
+        return last[1:]
+    first, number = _look_at_pages(name, values, page_size, aligned)
+    first.flags.writeable = number.flags.writeable = False
+    if len(seen) <= _LONG:
+        if len(_last) >= _FEW:
+            _last.clear()
+        _last[(page_size, aligned)] = seen, first, number
+    return first, number
+
+
+def _look_at_pages(name: str, values: I64, page_size: int, aligned: bool) -> tuple[I64, I64]:
     pages = values.reshape(-1, page_size)
     first = values[::page_size].copy()
     number, rest = np.divmod(first, page_size) if aligned else (first, None)

@@ -369,3 +369,22 @@ def test_moves_inside_host_buffers() -> None:
     for a in arrays:
         a[target] = a[source]
     same(w, list(zip(buffers, arrays, strict=True)))
+
+
+def test_indices_that_are_changed_in_place(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found of the indices of the layer before holds for the same values alone."""
+    w = TorchLike(device).install(monkeypatch)
+    rng = np.random.default_rng(0)
+    pages, layer = rng.integers(0, 256, (6, 2, 4, 24), dtype=np.uint8), np.zeros((24, 24), np.uint8)
+    src, dst = w.put("pinned", pages), w.put("device", layer)
+    at, to = w.put("host", np.arange(8)), w.put("host", np.arange(8, 16))
+    seen = at.base.host().view(np.int64)
+    for first in (0, 0, 12, 4):
+        seen[:8] = np.arange(first, first + 8)
+        sglang.transfer_kv_per_layer_direct_pf_lf([src], [dst], at, to, 1, 4)
+        layer[8:16] = pages[first // 4 : first // 4 + 2, 1].reshape(8, 24)
+        np.testing.assert_array_equal(w.take(dst), layer)
+    seen[5] = 0
+    with pytest.raises(kvraw.BoundsError, match=r"src_indices\[4:8\] is .*, a page; must start at a multiple of 4"):
+        sglang.transfer_kv_per_layer_direct_pf_lf([src], [dst], at, to, 1, 4)
+    np.testing.assert_array_equal(w.take(dst), layer)
