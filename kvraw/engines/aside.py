@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvraw.engines.copy_engine import LEGACY
 from kvraw.engines.device_state import DeviceState
 from kvraw.runtime.inflight import Completion, Operation
+from kvraw.runtime.stream import LEGACY
 
 __all__ = ["in_order"]
 

@@ -14,10 +14,9 @@ from kvraw.errors import DriverError
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.register import boundaries
+from kvraw.runtime.stream import LEGACY
 
 __all__ = ["Descriptors", "describe", "enqueue", "holder", "merge", "split"]
-
-LEGACY = (0, 1)  # the legacy default stream's handles, which the batch call refuses
 
 
 @dataclass(frozen=True, slots=True)

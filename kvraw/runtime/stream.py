@@ -10,10 +10,10 @@ from kvraw.errors import ClosedError, PlacementError
 from kvraw.runtime.context import DeviceScope, current_device
 from kvraw.runtime.driver import CudaDriver, driver, driver_if
 
-__all__ = ["Stream", "capturing", "stream_device", "stream_handle"]
+__all__ = ["LEGACY", "Stream", "capturing", "stream_device", "stream_handle"]
 
-_NEVER = (0, 1)  # CU_STREAM_LEGACY: cannot be captured
-_DEFAULT_STREAMS = (*_NEVER, 2)  # CU_STREAM_PER_THREAD
+LEGACY = (0, 1)  # the legacy default stream's handles (CU_STREAM_LEGACY): it takes no batch call, and no capture
+_DEFAULT_STREAMS = (*LEGACY, 2)  # CU_STREAM_PER_THREAD
 # Devices of contexts: handles of streams come again, those of contexts hardly ever.
 _devices: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKeyDictionary()
 
@@ -85,7 +85,7 @@ def stream_device(stream: object) -> int | None:
 
 def capturing(stream: int, device: int) -> bool:
     """Whether a capture is in progress on a stream of a device."""
-    if stream in _NEVER:
+    if stream in LEGACY:
         return False
     with DeviceScope(device):  # a thread may have no context yet, and stream 2 is another one in each
         return driver().stream_capturing(stream)

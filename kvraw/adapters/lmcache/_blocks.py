@@ -268,13 +268,13 @@ class Blocks:
                 bad = [at for at, address in enumerate(places) if pageable(address, self.nbytes)]
             if not bad:
                 raise
+            require_no_capture(captured)
             self._by_way_of_pinned(places, bad, ids, skip, stream)
 
     def _by_way_of_pinned(
         self, places: list[int], bad: list[int], ids: IndexVector, skip: int, stream: int | None
     ) -> None:
         assert self.paged.device is not None
-        require_no_capture(self.paged.device, stream)
         # Rows that are left out keep what they hold, so the buffers hold it as well; bad ids on the device are.
         partial = skip > 0 or ids.count < len(places) * self.per_object or ids.host is None
         stand_ins = StandIns(

@@ -21,15 +21,14 @@ from kvraw.adapters.lmcache._types import (
     direction_of,
     format_of,
 )
-from kvraw.arrays import U64, IndexVector
+from kvraw.arrays import ASK_DRIVER, U64, IndexVector
 from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.operands import Operands
-from kvraw.errors import PlacementError
+from kvraw.engines.operands import Operands, require_index
 from kvraw.prepared import Copy, DeviceTable, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
-from kvraw.runtime.memory import PinnedBuffer, locate, locate_all
+from kvraw.runtime.memory import PinnedBuffer, locate_all
 
 __all__ = ["execute_object_group_transfer"]
 
@@ -60,15 +59,6 @@ def _table_bits(address: int, entries: int, device: int, stream: int | None) -> 
 def _demanded_bits(head_bytes: int) -> int:
     """The alignment that LMCache's own kernel takes for granted, as bits: of its accesses, 16, 4 or 2 bytes."""
     return 0 if head_bytes % 16 == 0 else 4 if head_bytes % 4 == 0 else 2
-
-
-def _require_here(name: str, address: int, device: int) -> None:
-    """Raise `PlacementError` where the device's kernels would fault on an address."""
-    where = locate(address, 1)
-    if where.device is None and not where.device_address:
-        raise PlacementError(f"{name} is {address:#x}, pageable host memory")
-    if where.device not in (None, device):
-        raise PlacementError(f"{name} is {address:#x}, memory of device {where.device}, must be of device {device}")
 
 
 def _words(address: int, count: int) -> U64:
@@ -111,11 +101,10 @@ class _Group:
             Reached(row.host + np.uint64(p.at), row.seen + np.uint64(p.at), row.link) if p.at else row for p in parts
         ]
         entries = len(self._shape.addresses)
-        if self.device is not None:
-            _require_here("paged_buffer_ptrs", self.table, self.device)
-        else:
+        if self.device is None:
             addresses = _words(self.table, entries)
             return [Reached(b, b, False) for b in (p.bases(addresses) for p in parts)], objects
+        require_index("paged_buffer_ptrs", IndexVector(None, self.table, entries, 8, ASK_DRIVER), self.device)
         # Other addresses may come to stand in the table: no more is made of what it held than LMCache's kernel would.
         bits = _table_bits(self.table, entries, self.device, stream) | self._demanded
         tables = [DeviceTable(self.table, entries, bits)]
@@ -168,7 +157,7 @@ def _launches(
         return []
     where, device = spec.block_ids_base + at * 8, group.device
     if device is not None:
-        _require_here("block_ids_base", where, device)
+        require_index("block_ids_base", IndexVector(None, where, total, 8, ASK_DRIVER), device)
     ids = (
         IndexVector(host_ids(where, total), 0, total) if device is None else IndexVector(None, where, total, 8, device)
     )

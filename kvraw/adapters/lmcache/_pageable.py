@@ -11,8 +11,6 @@ import numpy as np
 from kvraw.arrays import TensorView
 from kvraw.engines import cpu
 from kvraw.errors import PlacementError
-from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import PinnedBuffer, locate
 
 __all__ = ["StandIns", "pageable", "require_no_capture"]
@@ -27,11 +25,10 @@ def pageable(address: int, nbytes: int) -> bool:
     return not locate(address, nbytes).device_address
 
 
-def require_no_capture(device: int, stream: int | None) -> None:
+def require_no_capture(captured: bool) -> None:
     """Raise `PlacementError` where a capture is in progress: no replay would go by way of the buffers."""
-    with DeviceScope(device):
-        if stream is not None and driver().stream_capturing(stream):
-            raise PlacementError("pageable host memory cannot take part in a transfer that a graph captures; pin it")
+    if captured:
+        raise PlacementError("pageable host memory cannot take part in a transfer that a graph captures; pin it")
 
 
 class _Lease:

@@ -211,14 +211,12 @@ class Recorder:
 
 
 _events, _completions = Recorder(), Recorder()
+_Texts = Mapping[str, str]
+_Numbers = Mapping[str, int]
 
 
 def record_event_on_stream(
-    cuda_stream_ptr: int,
-    event_type_name: str,
-    session_id: str,
-    str_metadata: Mapping[str, str],
-    int_metadata: Mapping[str, int],
+    cuda_stream_ptr: int, event_type_name: str, session_id: str, str_metadata: _Texts, int_metadata: _Numbers
 ) -> None:
     """Note an event when a stream gets to this point; `drain_recorded_events` returns it with that time."""
     _events.record(int(cuda_stream_ptr), (event_type_name, session_id, dict(str_metadata), dict(int_metadata)))

@@ -111,7 +111,7 @@ class _Rows:
             if where.device_address:
                 self._copies.run(self._reached(address, where), ids, skip, count, stream, captured)
                 return
-            require_no_capture(device, stream)
+            require_no_capture(captured)
             stand_ins = StandIns([(address, self._span)], device, fill=True)
             address = stand_ins.addresses[0]
             ids = ids._replace(owner=(ids.owner, stand_ins))
@@ -241,15 +241,8 @@ def multi_layer_kv_transfer_unilateral(
 ) -> None:
     """Move tokens as `multi_layer_kv_transfer` does; keys of all layers, then values, are tensors of their own."""
     number = format_of(engine_kv_format)
-    multi_layer_kv_transfer(
-        key_value,
-        key_value_ptrs,
-        slot_mapping,
-        paged_memory_device,
-        page_buffer_size,
-        direction,
-        number if is_mla(number) else _KV_LIST,
-    )
+    form, ends = number if is_mla(number) else _KV_LIST, (key_value, key_value_ptrs, slot_mapping)
+    multi_layer_kv_transfer(*ends, paged_memory_device, page_buffer_size, direction, form)
 
 
 def single_layer_kv_transfer(
