@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvraw.engines.device_state import DeviceState, Upload, device_state
@@ -152,8 +152,9 @@ class Launch:
         refs: object = None,
         after: Callable[[], None] | None = None,
         enqueued: bool = False,
+        values: Sequence[int] = (),
     ) -> Completion:
-        """Enqueue it on a stream for tensors, whose addresses it takes.
+        """Enqueue it on a stream for tensors, whose addresses it takes, or for these addresses.
 
         Tensors and `refs` are kept until it is over, and `after` is called then. `enqueued` says that the stream was
         given work for it before.
@@ -161,7 +162,7 @@ class Launch:
         owner = self.owner
         if owner.context_device() != self.device:
             with DeviceScope(self.device):
-                return self.start(stream, tensors, captured, refs, after, enqueued)
+                return self.start(stream, tensors, captured, refs, after, enqueued, values)
         books, board = self._state.books, self._board
         operation = books.begin(stream, captured=True) if captured else books.begin(stream)
         try:
@@ -175,6 +176,9 @@ class Launch:
                 if tensors:
                     for at, tensor in zip(self._addresses, tensors):  # noqa: B905  # fewer, where a kernel takes two
                         words[at] = tensor.data_ptr()
+                elif values:
+                    for at, value in zip(self._addresses, values):  # noqa: B905
+                        words[at] = value
                 words[self._status] = status
                 owner.launch(self._handle, self._ctas, self._threads, stream, self._params)
             operation.enqueued.append(stream)

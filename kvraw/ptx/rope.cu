@@ -152,8 +152,10 @@ __device__ __forceinline__ void join(u32 *x, u32 *y)
 #endif
 }
 
-__device__ __forceinline__ i64 position(u64 list, u64 token, u32 narrow)
+__device__ __forceinline__ i64 position(u64 list, u64 token, u32 range, u32 narrow)
 {
+    if (range)
+        return (i64)(list + token);
     return narrow ? (int)load_u32(list + token * 4) : (i64)load_u64(list + token * 8);
 }
 
@@ -164,10 +166,11 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const RopeArgs a)
         return;
     const u64 rest = divide(unit, a.vectors_magic, a.vectors_shift);
     const u32 vector = (u32)(unit - rest * a.vectors);
-    const u64 token = divide(rest, a.groups_magic, a.groups_shift);
-    const u32 group = (u32)(rest - token * a.groups);
-    const i64 before = position(a.old_positions, token, a.flags & OLD_I32);
-    const i64 after = position(a.new_positions, token, a.flags & NEW_I32);
+    const u64 row = divide(rest, a.groups_magic, a.groups_shift);
+    const u32 group = (u32)(rest - row * a.groups);
+    const u64 layer = divide(row, a.tokens_magic, a.tokens_shift), token = row - layer * a.tokens;
+    const i64 before = position(a.old_positions, token, a.flags & OLD_RANGE, a.flags & OLD_I32);
+    const i64 after = position(a.new_positions, token, a.flags & NEW_RANGE, a.flags & NEW_I32);
     if ((a.flags & CHECK) && ((u64)before >= a.limit || (u64)after >= a.limit)) {
         const u32 second = (u64)before < a.limit;
         report(a.status, token, second, second ? (u64)after : (u64)before);
@@ -181,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(256) NAME(const RopeArgs a)
     const bool split_up = false, interleaved = a.flags & INTERLEAVED;
     const u32 at = interleaved ? 2 * step : step, apart = interleaved ? VECTOR : a.half;
 #endif
-    const u64 key = a.key + token * a.key_token + (u64)(group * HEADS) * a.key_head + at;
+    const u64 key = a.key + layer * a.key_layer + token * a.key_token + (u64)(group * HEADS) * a.key_head + at;
     const u32 heads = min(a.heads - group * HEADS, HEADS);
     const u64 old_row = a.cache + before * a.cache_row, new_row = a.cache + after * a.cache_row;
     u32 x[HEADS][WORDS], y[HEADS][WORDS], oc[WORDS], os[WORDS], nc[WORDS], ns[WORDS];

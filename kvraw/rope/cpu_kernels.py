@@ -1,7 +1,8 @@
 """Key re-rotation in numba, GIL released. Imported on first use only.
 
-`key` and `cache` are flat; `counts` is heads, half the rotary dimension, and in elements the distances of tokens,
-heads, and rows of the cache; then 1 for interleaved pairs. A kernel takes tokens `begin` to `end`.
+`key` and `cache` are flat; `counts` is heads, half the rotary dimension, and in elements the distances of layers,
+tokens, heads, and rows of the cache; then 1 for interleaved pairs. A kernel takes rows `begin` to `end`: the tokens of
+one layer, then of the next.
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ _store = numba.njit(nogil=True, inline="never")(_store_source)
 
 def _rerotate_source(key: Any, cache: Any, old: Any, new: Any, counts: Any, begin: Any, end: Any) -> None:
     heads, half = counts[0], counts[1]
-    step = 2 if counts[5] else 1
+    step = 2 if counts[6] else 1
     x, y = np.empty(half, np.float32), np.empty(half, np.float32)
     u, v = np.empty(half, np.float32), np.empty(half, np.float32)
     oc, os, minus_os = np.empty(half, np.float32), np.empty(half, np.float32), np.empty(half, np.float32)
     nc, ns, minus_ns = np.empty(half, np.float32), np.empty(half, np.float32), np.empty(half, np.float32)
     like = cache[0]
-    for token in range(begin, end):
-        before, after = old[token] * counts[4], new[token] * counts[4]
+    for row in range(begin, end):
+        layer, token = divmod(row, len(old))
+        before, after = old[token] * counts[5], new[token] * counts[5]
         _load(oc, os, cache[before : before + 2 * half], half, 1)
         _load(nc, ns, cache[after : after + 2 * half], half, 1)
         # To subtract is to add the negative, in every case that rounding knows.
@@ -72,7 +74,7 @@ def _rerotate_source(key: Any, cache: Any, old: Any, new: Any, counts: Any, begi
         for i in range(half):
             minus_ns[i] = -ns[i]
         for head in range(heads):
-            at = token * counts[2] + head * counts[3]
+            at = layer * counts[2] + token * counts[3] + head * counts[4]
             elements = key[at : at + 2 * half]
             _load(x, y, elements, half, step)
             _combine(u, x, oc, y, os, like)

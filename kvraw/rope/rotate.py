@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.arrays import ASK_DRIVER, IndexVector, TensorView, dtype_name, host_bytes, index_vector, tensor_view
+from kvraw.arrays import ASK_DRIVER, I64, IndexVector, TensorView, dtype_name, host_bytes, index_vector, tensor_view
 from kvraw.engines.cpu import in_parts
 from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.engines.grid import Launch, Launches, Operation, key_of
@@ -36,20 +36,23 @@ _DTYPES: dict[str, tuple[str, int, Any]] = {
     "bfloat16": ("bf16", 2, np.int16),
 }
 _NAMES = ("old_positions", "new_positions")
+Positions = IndexVector | range
 _TENSORS = ("key", *_NAMES, "cache")  # fields of the block that take the addresses of a call's tensors
 _launches = Launches()
 
 
 @dataclass(frozen=True, slots=True)
 class _Rotation:
-    """A call taken in: keys as [tokens, heads] of `head_size` elements that are dense in a head."""
+    """A call taken in: keys as [layers, tokens, heads] of `head_size` elements that are dense in a head."""
 
     key: TensorView
     cache: TensorView
+    layers: int
     tokens: int
     heads: int
     half: int  # elements
-    token_stride: int  # bytes, as the next
+    layer_stride: int  # bytes, as the next
+    token_stride: int
     head_stride: int
     cache_row: int
     dtype: str
@@ -65,6 +68,11 @@ class _Rotation:
     def limit(self) -> int:
         """Positions that the cache has."""
         return self.cache.shape[0]
+
+    @property
+    def something(self) -> bool:
+        """Whether there is anything to rotate."""
+        return bool(self.layers and self.tokens and self.heads and self.half)
 
 
 def _dtype(name: str, tensor: Any, view: TensorView, given: str | None) -> str:
@@ -91,9 +99,12 @@ def _take(
     if len(c.shape) != 2 or c.shape[1] % 2 or (c.shape[1] > 1 and c.strides[1] != c.itemsize) or c.strides[0] < 0:
         raise LayoutError(f"cos_sin_cache has shape {c.shape}, must be [positions, rotary dimension] with dense rows")
     size = k.itemsize
-    if len(k.shape) == 3:
-        tokens, heads, width = k.shape
-        token_stride, at_head, step = k.strides
+    layers, layer_stride = 1, 0
+    if len(k.shape) in (3, 4):
+        tokens, heads, width = k.shape[-3:]
+        token_stride, at_head, step = k.strides[-3:]
+        if len(k.shape) == 4:
+            layers, layer_stride = k.shape[0], k.strides[0]
         if head_size not in (None, width) or head_stride not in (None, at_head // size):
             raise LayoutError(
                 f"key has heads of {width} elements, {at_head // size} apart; head_size is {head_size} and head_stride "
@@ -114,11 +125,13 @@ def _take(
         width = head_size
     else:
         raise LayoutError(
-            f"key has {len(k.shape)} axes, must be [tokens, heads, head size] or [tokens, heads * stride]"
+            f"key has {len(k.shape)} axes, must be [tokens, heads, head size], with layers in front or without, or "
+            f"[tokens, heads * stride]"
         )
     if step != size and width > 1:
         raise LayoutError(f"key has strides {k.strides} bytes, the elements of a head must be dense")
-    if min(token_stride, at_head) < 0 or token_stride % size or at_head % size:
+    steps = (layer_stride, token_stride, at_head)
+    if min(steps) < 0 or any(one % size for one in steps):
         raise LayoutError(f"key has strides {k.strides} bytes, must be non-negative multiples of {size}")
     if c.shape[1] > width:
         raise LayoutError(f"cos_sin_cache has {c.shape[1]} rotary dimensions, key has heads of {width} elements")
@@ -126,13 +139,22 @@ def _take(
     if len(set(places.values())) > 1:
         raise PlacementError(f"key and cos_sin_cache lie apart: device {places['key']}, {places['cos_sin_cache']}")
     half = c.shape[1] // 2
-    return _Rotation(k, c, tokens, heads, half, token_stride, at_head, c.strides[0], kind, neox, places["key"])
+    return _Rotation(k, c, layers, tokens, heads, half, *steps, c.strides[0], kind, neox, places["key"])
 
 
-def _positions(name: str, values: Any, r: _Rotation, check: bool) -> IndexVector:
-    found = index_vector(name, values)
-    if found.count != r.tokens:
-        raise BoundsError(f"{name} has {found.count} positions, key has {r.tokens} tokens")
+def _positions(name: str, values: Any, r: _Rotation, check: bool) -> Positions:
+    in_order = isinstance(values, range) and values.step == 1
+    found = (
+        values if in_order and r.device is not None else index_vector(name, np.asarray(values) if in_order else values)
+    )
+    count = len(found) if isinstance(found, range) else found.count
+    if count != r.tokens:
+        raise BoundsError(f"{name} has {count} positions, key has {r.tokens} tokens")
+    if isinstance(found, range):
+        for at, position in ((0, found.start), (count - 1, found.stop - 1)):
+            if count and not 0 <= position < r.limit:
+                raise BoundsError(f"{name}[{at}] is {position}, must be in [0, {r.limit})")
+        return found
     if found.host is not None and check and found.count:
         bad = (found.host < 0) | (found.host >= r.limit)
         if bad.any():
@@ -161,9 +183,10 @@ def rerotate_keys(
     Parameters
     ----------
     key : tensor of float32, float16 or bfloat16
-        [tokens, heads, head size], heads apart by any stride; or [tokens, heads * head_stride].
-    old_positions, new_positions : vector of int64 or int32
-        One per token, on the host or on the keys' device.
+        [tokens, heads, head size], heads apart by any stride; or [layers, tokens, heads, head size], whose layers share
+        the positions; or [tokens, heads * head_stride].
+    old_positions, new_positions : vector of int64 or int32, or range
+        One per token, on the host or on the keys' device. A range of step 1 is not sent to a device.
     cos_sin_cache : tensor of the keys' type, [positions, rotary dimension]
         Rows of cosines, then sines. The rotary dimension may be less than the head size: the rest stays as it is.
     neox : bool
@@ -216,7 +239,7 @@ class Call:
     """A call on a GPU with something to do, taken in and checked."""
 
     _rotation: _Rotation
-    _positions: tuple[IndexVector, IndexVector]
+    _positions: tuple[Positions, Positions]
     _check: bool
 
     @classmethod
@@ -237,15 +260,13 @@ class Call:
         r = _take(key, cache, neox, head_size, head_stride, dtype)
         old, new = (_positions(n, v, r, check) for n, v in zip(_NAMES, (old_positions, new_positions), strict=True))
         if r.device is None:
-            if old.host is None or new.host is None:
-                raise PlacementError("key is in host memory, positions lie on a device")
-            if r.tokens and r.heads and r.half:
-                _on_host(r, old, new)
+            _on_host(r, old, new)
             return None
-        if not (r.tokens and r.heads and r.half):
+        if not r.something:
             return None
         for name, index in zip(_NAMES, (old, new), strict=True):
-            require_index(name, index, r.device)
+            if not isinstance(index, range):
+                require_index(name, index, r.device)
         return cls(r, (old, new), check)
 
     @property
@@ -256,8 +277,8 @@ class Call:
 
     @property
     def on_host(self) -> bool:
-        """Whether positions lie on the host."""
-        return any(p.host is not None for p in self._positions)
+        """Whether positions lie on the host, from where they must be sent."""
+        return bool(_listed(self._positions))
 
     def launch(self, upload: Upload | None = None) -> Launch:
         """The launch for it, which holds no tensor; positions on the host are in `upload`."""
@@ -280,14 +301,20 @@ def _kernels() -> ModuleType:
     return cpu_kernels
 
 
-def _on_host(r: _Rotation, old: IndexVector, new: IndexVector) -> None:
+def _on_host(r: _Rotation, *positions: Positions) -> None:
+    lists = _listed(positions)
+    if len(lists) < 2:
+        raise PlacementError("key is in host memory, positions lie on a device")
+    if not r.something:
+        return
     size, array_type = r.itemsize, _DTYPES[r.dtype][2]
-    strides = (r.token_stride // size, r.head_stride // size, r.cache_row // size)
+    strides = (r.layer_stride // size, r.token_stride // size, r.head_stride // size, r.cache_row // size)
     counts = np.array([r.heads, r.half, *strides, not r.neox], np.int64)
     kernel = _kernels().rerotate
     keys, cache = host_bytes(r.key).view(array_type), host_bytes(r.cache).view(array_type)
-    work = lambda begin, end: kernel(keys, cache, old.host, new.host, counts, begin, end)  # noqa: E731
-    in_parts(work, r.tokens, r.tokens * r.heads * r.half // _SPLIT_ELEMENTS)
+    work = lambda begin, end: kernel(keys, cache, *lists, counts, begin, end)  # noqa: E731
+    rows = r.layers * r.tokens
+    in_parts(work, rows, rows * r.heads * r.half // _SPLIT_ELEMENTS)
 
 
 @functools.cache
@@ -297,14 +324,20 @@ def _kernel(name: str) -> Kernel:
 
 def _vector(r: _Rotation) -> int:
     """Bytes of a kernel's accesses: 16 where all alignments allow it, else one element."""
-    bits = r.key.address | r.cache.address | r.token_stride | r.head_stride | r.cache_row | r.half * r.itemsize
+    bits = r.key.address | r.cache.address | r.layer_stride | r.token_stride | r.head_stride | r.cache_row
+    bits |= r.half * r.itemsize
     assert r.device is not None
     # The vector kernel for bf16 needs arithmetic in that type.
     able = r.dtype != "bfloat16" or driver().device_attribute(r.device, "COMPUTE_CAPABILITY_MAJOR") >= 8
     return 16 if bits % 16 == 0 and able else r.itemsize
 
 
-def _launch(r: _Rotation, positions: tuple[IndexVector, IndexVector], check: bool, upload: Upload | None) -> Launch:
+def _listed(positions: tuple[Positions, ...]) -> list[I64]:
+    """Vectors of positions that are on the host."""
+    return [p.host for p in positions if not isinstance(p, range) and p.host is not None]
+
+
+def _launch(r: _Rotation, positions: tuple[Positions, Positions], check: bool, upload: Upload | None) -> Launch:
     """The launch for a call; it holds no tensor."""
     assert r.device is not None
     vector, limit = _vector(r), r.limit
@@ -312,16 +345,22 @@ def _launch(r: _Rotation, positions: tuple[IndexVector, IndexVector], check: boo
     block = ArgumentBlock(args.ROPE)
     a = block.record[0]
     a["key"], a["cache"] = r.key.address, r.cache.address
-    a["units"] = units = r.tokens * groups * vectors
-    a["key_token"], a["key_head"], a["cache_row"], a["limit"] = r.token_stride, r.head_stride, r.cache_row, limit
-    a["groups"], a["vectors"], a["heads"], a["half"] = groups, vectors, r.heads, r.half * r.itemsize
-    a["groups_magic"], a["groups_shift"] = divider(groups)
-    a["vectors_magic"], a["vectors_shift"] = divider(vectors)
+    a["units"] = units = r.layers * r.tokens * groups * vectors
+    a["key_layer"], a["key_token"], a["key_head"] = r.layer_stride, r.token_stride, r.head_stride
+    a["cache_row"], a["limit"] = r.cache_row, limit
+    a["heads"], a["half"] = r.heads, r.half * r.itemsize
+    for name, count in (("tokens", r.tokens), ("groups", groups), ("vectors", vectors)):
+        a[name] = count
+        a[f"{name}_magic"], a[f"{name}_shift"] = divider(count)
     flags = 0 if r.neox else args.INTERLEAVED
-    if check and any(p.host is None for p in positions):
+    if check and any(not isinstance(p, range) and p.host is None for p in positions):
         flags |= args.CHECK
     at = upload.device.address if upload is not None else 0
-    for name, index, narrow in zip(_NAMES, positions, (args.OLD_I32, args.NEW_I32), strict=True):
+    kinds = ((args.OLD_I32, args.OLD_RANGE), (args.NEW_I32, args.NEW_RANGE))
+    for name, index, (narrow, in_order) in zip(_NAMES, positions, kinds, strict=True):
+        if isinstance(index, range):
+            a[name], flags = index.start, flags | in_order
+            continue
         a[name] = index.address if index.host is None else at
         at += 8 * r.tokens if index.host is not None else 0
         flags |= narrow if index.width == 4 else 0
@@ -338,9 +377,9 @@ def _launch(r: _Rotation, positions: tuple[IndexVector, IndexVector], check: boo
     return Launch(r.device, kernel, block, -(-units // THREADS), THREADS, explain, _TENSORS)
 
 
-def _send(state: DeviceState, positions: tuple[IndexVector, IndexVector], stream: int) -> Upload | None:
+def _send(state: DeviceState, positions: tuple[Positions, Positions], stream: int) -> Upload | None:
     """Positions that are on the host, one behind the other, on their way to the device."""
-    host = [p.host for p in positions if p.host is not None]
+    host = _listed(positions)
     if not host:
         return None
     upload = state.take_upload(sum(len(h) for h in host))

@@ -17,6 +17,7 @@ from kvraw.adapters.lmcache import _place
 from kvraw.engines.device_state import device_state
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Captured
+from tests.adapters.test_lmcache_blend import Retrieval
 from tests.adapters.test_lmcache_blocks import World, call
 from tests.adapters.test_lmcache_groups import Plan
 from tests.emulator.fake_driver import FakeDriver
@@ -55,6 +56,11 @@ def planned(w: TorchLike) -> Any:
     return plan, plan.run
 
 
+def retrieved(w: TorchLike) -> Any:
+    retrieval = Retrieval(0)
+    return retrieval, retrieval.run
+
+
 def swapped(w: TorchLike, mapped: bool) -> Any:
     src, dst = w.put("pinned", np.zeros((4, 64), np.uint8)), w.empty("device", (4, 64))
     if mapped:
@@ -77,6 +83,7 @@ CASES: dict[str, Callable[[TorchLike], Any]] = {
     "blocks to the device by ids there": lambda w: blocks(w, True, "device"),
     "slots": lambda w: slots(w, "pinned"),
     "a plan": planned,
+    "a retrieval": retrieved,
     "swap_blocks": lambda w: swapped(w, True),
     "swap_blocks_batch": lambda w: swapped(w, False),
     "direct": direct,

@@ -12,7 +12,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters.lmcache import _groups
+from kvraw.adapters.lmcache import _planned
 from kvraw.runtime import driver as driver_module
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -314,17 +314,17 @@ def test_pieces_end_at_registrations() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_table_is_read_behind_what_still_writes_it(seed: int) -> None:
     before = driver_module.install(FakeDriver(seed=seed))  # type: ignore[arg-type]
-    _groups._bits.clear()
+    _planned._bits.clear()
     try:
         with DeviceScope(0), kvraw.Stream(0) as stream, kvraw.DeviceBuffer(16, 0) as table:
-            assert _groups._table_bits(table.address, 2, 0, None) == 8
+            assert _planned._table_bits("paged_buffer_ptrs", table.address, 2, 0, None) == 8
             with kvraw.HostPool(4096, device=0) as pool:
                 (source,) = pool.chunks(1, 16)
                 source.numpy(np.uint64)[:] = 1 << 20 | 4, 1 << 21
                 driver().memset_async(table.address, 0, 16, stream.handle)
                 driver().memcpy_async(table.address, source.address, 16, stream.handle)
-                assert _groups._table_bits(table.address, 2, 0, stream.handle) == 4
-                assert _groups._table_bits(table.address, 2, 0, None) == 4
+                assert _planned._table_bits("paged_buffer_ptrs", table.address, 2, 0, stream.handle) == 4
+                assert _planned._table_bits("paged_buffer_ptrs", table.address, 2, 0, None) == 4
     finally:
-        _groups._bits.clear()
+        _planned._bits.clear()
         driver_module.install(before)

@@ -30,6 +30,7 @@ FUNCTIONS = {
     "batched_memcpy": "src_ptrs dst_ptrs sizes",
     "execute_object_group_transfer": "direction device host_buffer_alignment kernel_group_specs batch_steps "
     "phase_timing_enabled=False session_id=''",
+    "execute_cb_retrieve_plan_flat": "device host_buffer_alignment group_specs staging ropes scatters step_offsets",
     "batch_memcpy_supported": "",
     "direct_copy_format_supported": "engine_kv_format",
     "execute_direct_copy_transfer": "direction device host_buffer_alignment group_specs objects",
@@ -71,6 +72,9 @@ FUNCTIONS = {
     "LaunchVar": "group_idx block_ids_offset total_blocks num_objects skip_prefix_n_blocks",
     "KernelGroupSpec": "paged_buffer_ptrs lmcache_objects_ptrs shape_desc lmcache_chunk_size engine_kv_format "
     "block_ids_base block_ids_capacity",
+    "CBGroupSpec": "paged_kv_ptrs temp_buffer_ptrs num_layers slot_tokens hidden_elems element_size engine_kv_format "
+    "page_buffer_size block_size head_size slot_mapping_base slot_mapping_capacity cos_sin_cache rot_dim "
+    "rope_num_kv_heads rope_head_stride key_scalar_type is_neox rope_base_offset=0",
     "DirectCopyGroupSpec": "paged_layer_ptrs shape_desc engine_kv_format slots_per_chunk byte_offset_in_object "
     "block_ids",
     "DirectCopyObject": "host_ptr host_offset nbytes chunk_idx skip_prefix_n_blocks",

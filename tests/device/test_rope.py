@@ -152,8 +152,68 @@ def test_a_position_outside_the_cache(bad: int, which: int, on_device: bool, pla
     np.testing.assert_array_equal(found, want)
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 8), (3, 0, 8)])
+# layers, tokens, heads, head size, rotary dimension; elements between layers, between heads, that shift the key's base
+STACKS = [
+    (3, 5, 2, 64, 64, 16, 0, 0),
+    (4, 7, 5, 32, 16, 0, 8, 0),
+    (2, 6, 3, 10, 6, 3, 1, 1),
+    (1, 9, 1, 16, 16, 0, 0, 0),
+    (5, 1, 4, 16, 16, 8, 0, 0),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("shape", STACKS, ids=str)
+def test_layers_that_share_positions_which_may_be_ranges(
+    shape: tuple[int, ...], neox: bool, dtype: str, place: Place
+) -> None:
+    layers, tokens, heads, size, rotary, gap, room, shift = shape
+    rng = np.random.default_rng(8)
+    row = heads * (size + room)
+    padded = bits(rng.standard_normal((layers, tokens * row + gap)) * 4, dtype)
+    cache = table(50, rotary, dtype)
+    old, new, scattered = range(41, 41 + tokens), range(3, 3 + tokens), rng.permutation(50)[:tokens]
+    for before, after in ((old, new), (np.array(old, np.int32), new), (old, np.array(new)), (scattered, old)):
+        want = padded.copy()
+        for layer in want:
+            keys = layer[: tokens * row].reshape(tokens, heads, size + room)[:, :, :size]
+            keys[:] = oracle.rerotate(keys, np.array(before), np.array(after), cache, neox, dtype)
+        key, held = place.put(padded, shift), place.put(cache)
+        address = key.address if place.device is not None else int(key.array.ctypes.data)
+        step = padded.itemsize
+        strides = ((tokens * row + gap) * step, row * step, (size + room) * step, step)
+        view: Any = kvraw.arrays.TensorView(address, (layers, tokens, heads, size), strides, step, place.device, key)
+        given = [p if isinstance(p, range) else place.put(p).tensor for p in (before, after)]
+        rerotate_keys(view, *given, held.tensor, neox=neox, dtype=dtype, stream=place.stream).wait()
+        check(key.fetch(), want, dtype)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("start", "at", "value"), [(-1, 0, -1), (47, 3, 50), (2**40, 0, 2**40)])
+def test_a_range_outside_the_cache(start: int, at: int, value: int, which: int, place: Place) -> None:
+    key = np.random.default_rng(1).standard_normal((2, 4, 2, 16)).astype(np.float32)
+    held, cache = place.put(key), place.put(table(50, 16, "float32"))
+    given = [range(4), range(4)]
+    given[which] = range(start, start + 4)
+    name = ("old_positions", "new_positions")[which]
+    with pytest.raises(kvraw.BoundsError, match=rf"{name}\[{at}\] is {value}, must be in \[0, 50\)"):
+        rerotate_keys(held.tensor, *given, cache.tensor, stream=place.stream)
+    np.testing.assert_array_equal(held.fetch(), key)
+    with pytest.raises(kvraw.BoundsError, match="old_positions has 3 positions, key has 4 tokens"):
+        rerotate_keys(held.tensor, range(3), range(4), cache.tensor, stream=place.stream)
+
+
+def test_a_range_with_steps_is_a_list(place: Place) -> None:
+    key, cache = np.random.default_rng(2).standard_normal((4, 2, 16)).astype(np.float32), table(50, 16, "float32")
+    held = place.put(key)
+    rerotate_keys(held.tensor, range(9, 1, -2), range(0, 40, 10), place.put(cache).tensor, stream=place.stream).wait()
+    want = oracle.rerotate(key, np.array([9, 7, 5, 3]), np.array([0, 10, 20, 30]), cache, True, "float32")
+    check(held.fetch(), want, "float32")
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8), (3, 0, 8), (0, 2, 2, 8), (2, 0, 2, 8)])
 def test_nothing_to_do(shape: tuple[int, ...], place: Place) -> None:
-    positions = np.zeros(shape[0], np.int64)
+    positions = np.zeros(shape[-3], np.int64)
     held, cache = place.put(np.zeros(shape, np.float32)), place.put(table(4, 8, "float32"))
     rerotate_keys(held.tensor, positions, positions, cache.tensor, stream=place.stream).wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,21 +123,33 @@ def numbers(values: Any, kind: str, device: int | None) -> Tensor:
 
 
 class Laid:
-    """Arrays side by side in one memory, with guard bytes around each; `arrays` is what the oracle works on."""
+    """Arrays side by side in one memory, with guard bytes around each; `arrays` is what the oracle works on.
+
+    They hold `values` where those are given, else random bytes.
+    """
 
     GUARD = 64
 
-    def __init__(self, kind: str, shapes: list[tuple[int, ...]], device: int | None, seed: int) -> None:
+    def __init__(
+        self,
+        kind: str,
+        shapes: list[tuple[int, ...]],
+        device: int | None,
+        seed: int,
+        values: Sequence[np.ndarray] = (),
+    ) -> None:
         self.offsets, at = [], self.GUARD
         for shape in shapes:
             self.offsets.append(at)
             at += -(-math.prod(shape) // 64) * 64 + self.GUARD
         self.expected = np.random.default_rng(seed).integers(0, 256, at, dtype=np.uint8)
-        self.memory = Memory(kind, self.expected, device)
         self.shapes = shapes
         self.arrays = [
             self.expected[o : o + math.prod(s)].reshape(s) for o, s in zip(self.offsets, shapes, strict=True)
         ]
+        for array, given in zip(self.arrays, values, strict=False):
+            array[:] = given.view(np.uint8).reshape(array.shape)
+        self.memory = Memory(kind, self.expected, device)
 
     @property
     def addresses(self) -> list[int]:

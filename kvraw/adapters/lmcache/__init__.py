@@ -8,6 +8,7 @@ device.
 
 from __future__ import annotations
 
+from kvraw.adapters.lmcache._blend import execute_cb_retrieve_plan_flat as execute_cb_retrieve_plan_flat
 from kvraw.adapters.lmcache._blocks import multi_layer_block_kv_transfer as multi_layer_block_kv_transfer
 from kvraw.adapters.lmcache._codec import calculate_cdf as calculate_cdf
 from kvraw.adapters.lmcache._codec import decode_fast_new as decode_fast_new
@@ -47,6 +48,7 @@ from kvraw.adapters.lmcache._slots import single_layer_kv_transfer as single_lay
 from kvraw.adapters.lmcache._slots import single_layer_kv_transfer_sgl as single_layer_kv_transfer_sgl
 from kvraw.adapters.lmcache._stand_in import install as install
 from kvraw.adapters.lmcache._types import BatchStep as BatchStep
+from kvraw.adapters.lmcache._types import CBGroupSpec as CBGroupSpec
 from kvraw.adapters.lmcache._types import DirectCopyGroupSpec as DirectCopyGroupSpec
 from kvraw.adapters.lmcache._types import DirectCopyObject as DirectCopyObject
 from kvraw.adapters.lmcache._types import EngineKVFormat as EngineKVFormat

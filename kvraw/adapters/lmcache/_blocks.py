@@ -116,13 +116,13 @@ def ids_of(name: str, ids: Any, device: int | None, most: int | None = None, kee
     return IndexVector(host, 0, len(host), 8, None, keep)
 
 
-def object_side(part: Part, layers: int, tokens: int) -> Side:
-    """The side of a row of objects, one base each, whose item i is block i of the row."""
-    bs = part.layout.geometry.block_size
+def object_side(part: Part, layers: int, tokens: int, step: int | None = None) -> Side:
+    """The side of a row of objects, one base each, whose item i is block i of the row, or `step` tokens."""
+    step = part.layout.geometry.block_size if step is None else step
     return Side(
         outer=0,
-        inner=bs * part.row,
-        page=tokens // bs,
+        inner=step * part.row,
+        page=tokens // step,
         layer=tokens * part.row,
         plane=layers * tokens * part.row,
         token=part.row,

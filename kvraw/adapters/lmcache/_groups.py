@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvraw.adapters.lmcache._blocks import host_ids, object_side, reach
-from kvraw.adapters.lmcache._copies import check_alignment, check_range, copy_on_host, enqueue_split
+from kvraw.adapters.lmcache._blocks import object_side, reach
+from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
 from kvraw.adapters.lmcache._phases import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
+from kvraw.adapters.lmcache._planned import enqueue_stage, index_at, pieces, stages, table_on, words
 from kvraw.adapters.lmcache._types import (
     ArgumentError,
     BatchStep,
@@ -21,48 +21,13 @@ from kvraw.adapters.lmcache._types import (
     direction_of,
     format_of,
 )
-from kvraw.arrays import ASK_DRIVER, U64, IndexVector
-from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.operands import Operands, require_index
-from kvraw.prepared import Copy, DeviceTable, PreparedCopy, Reached
+from kvraw.engines.device_state import device_state
+from kvraw.prepared import Copy, DeviceTable, Reached
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver
-from kvraw.runtime.inflight import Operation
-from kvraw.runtime.memory import PinnedBuffer, locate_all
 
 __all__ = ["execute_object_group_transfer"]
 
-_MOST, _TOP = 256, 2**64
-_NONE = np.zeros(0, np.uint64)
-_bits: dict[tuple[int, int, int], int] = {}
-
-
-def _table_bits(address: int, entries: int, device: int, stream: int | None) -> int:
-    """The bits that are set in any address of a table on the device, to tell the alignment.
-
-    The table is read once, behind what the stream was given, which may still be writing it; the host waits for that.
-    Without a stream (a capture is in progress) an unknown table is taken as aligned to 8 bytes.
-    """
-    key = (device, address, entries)
-    if key not in _bits and stream is not None:
-        with PinnedBuffer(entries * 8, device) as copy:
-            driver().memcpy_async(copy.address, address, entries * 8, stream)
-            driver().stream_synchronize(stream)
-            words = _words(copy.address, entries)
-            locate_all(words).require(device, "paged_buffer_ptrs")
-            _bits[key] = int(np.bitwise_or.reduce(words)) % 16
-        if len(_bits) > 4096:
-            _bits.pop(next(iter(_bits)))
-    return _bits.get(key, 8)
-
-
-def _demanded_bits(head_bytes: int) -> int:
-    """The alignment that LMCache's own kernel takes for granted, as bits: of its accesses, 16, 4 or 2 bytes."""
-    return 0 if head_bytes % 16 == 0 else 4 if head_bytes % 4 == 0 else 2
-
-
-def _words(address: int, count: int) -> U64:
-    return host_ids(address, count).view(np.uint64)
+_MOST = 256
 
 
 class _Group:
@@ -88,11 +53,11 @@ class _Group:
             raise ArgumentError(f"kernel group {at}: the format takes several layouts, which a plan cannot hold")
         self.per_object, layers = tokens // block_size, shape.geometry.layers
         self.copies = shape.copies("block", to_host, lambda part: object_side(part, layers, tokens), tokens)
-        self._demanded = _demanded_bits(d.hs * int(d.element_size))
+        self._head_bytes = d.hs * int(d.element_size)
         self._found: tuple[list[DeviceTable], list[Reached]] | None = None
 
     def ends(self, stream: int | None) -> tuple[Sequence[DeviceTable | Reached], list[Reached]]:
-        """The tables of each part, and the objects; `stream` as for `_table_bits`."""
+        """The tables of each part, and the objects; `stream` as for `table_on`."""
         if self._found is not None:
             return self._found
         parts = self._shape.parts
@@ -102,12 +67,9 @@ class _Group:
         ]
         entries = len(self._shape.addresses)
         if self.device is None:
-            addresses = _words(self.table, entries)
+            addresses = words(self.table, entries)
             return [Reached(b, b, False) for b in (p.bases(addresses) for p in parts)], objects
-        require_index("paged_buffer_ptrs", IndexVector(None, self.table, entries, 8, ASK_DRIVER), self.device)
-        # Other addresses may come to stand in the table: no more is made of what it held than LMCache's kernel would.
-        bits = _table_bits(self.table, entries, self.device, stream) | self._demanded
-        tables = [DeviceTable(self.table, entries, bits)]
+        tables = [table_on("paged_buffer_ptrs", self.table, entries, self.device, stream, self._head_bytes)]
         if stream is not None and not row.link:  # host memory is looked up each time, device memory once
             self._found = tables, objects
         return tables, objects
@@ -156,36 +118,8 @@ def _launches(
     if total <= skip:
         return []
     where, device = spec.block_ids_base + at * 8, group.device
-    if device is not None:
-        require_index("block_ids_base", IndexVector(None, where, total, 8, ASK_DRIVER), device)
-    ids = (
-        IndexVector(host_ids(where, total), 0, total) if device is None else IndexVector(None, where, total, 8, device)
-    )
-    found: list[Any] = []
-    for copy, table, objects in zip(group.copies.each, *ends, strict=True):
-        if device is not None and group.copies.kernel:
-            flat = Operands(objects.seen), Operands(_NONE, ids, table)
-            found.append(_Launch(copy, flat[::-1] if group.to_host else flat, skip, total - skip, objects.link))
-            continue
-        work = copy.ready if device is not None else partial(partial, copy)
-        if group.to_host:
-            found.append(work(table, objects, total - skip, src_index=ids, first=skip))
-        else:
-            found.append(work(objects, table, total - skip, dst_index=ids, first=skip))
-    return found
-
-
-class _Launch:
-    """A copy that the kernel carries out, ready."""
-
-    __slots__ = ("_copy", "_count", "_ends", "_first", "_link")
-
-    def __init__(self, copy: PreparedCopy, ends: tuple[Operands, Operands], first: int, count: int, link: bool) -> None:
-        self._copy, self._ends, self._first, self._count, self._link = copy, ends, first, count, link
-
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> None:
-        """Enqueue it as a part of an operation; the device's context is current."""
-        self._copy.enqueue_kernel(state, operation, *self._ends, self._first, self._count, link=self._link)
+    ids = index_at("block_ids_base", where, total, device)
+    return pieces(group.copies, device, ends, ids, skip, total - skip)
 
 
 def execute_object_group_transfer(
@@ -220,7 +154,6 @@ def execute_object_group_transfer(
     with DeviceScope(where):
         stream = current_stream(where)
         capturing = raise_seen(where, stream)
-        copy = driver().memcpy_async
         state = device_state(where)
         session = session_id if phase_timing_enabled else None
         work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
@@ -230,13 +163,9 @@ def execute_object_group_transfer(
                 if type(one) is not tuple:
                     one.enqueue(state, operation, capturing)
                     continue
-                dest, src, nbytes, offset = one
                 if not operation.enqueued:
                     operation.enqueued.append(stream)
-                if offset % alignment + nbytes <= alignment:
-                    copy(dest, src, nbytes, stream)
-                else:
-                    enqueue_split(dest, src, nbytes, offset, alignment, stream)
+                enqueue_stage(one, alignment, stream)
         except BaseException:
             operation.abort()
             raise
@@ -259,16 +188,8 @@ def _plan(
     ends = [group.ends(stream) for group in groups]
     work: list[Any] = []
     for step in steps:
-        staging: list[Any] = []
+        staging: list[Any] = stages((c.dest, c.src, c.nbytes, c.host_offset) for c in step.staging)
         launches: list[Any] = []
-        for copy in step.staging:
-            dest, src, nbytes, offset = copy.dest, copy.src, copy.nbytes, copy.host_offset
-            if not (nbytes > 0 <= offset < _TOP - nbytes and 0 < dest < _TOP - nbytes and 0 < src < _TOP - nbytes):
-                check_range("staging copy: dest", dest, nbytes, offset)
-                check_range("staging copy: src", src, nbytes)
-                if not nbytes:
-                    continue
-            staging.append((dest, src, nbytes, offset))
         for launch in step.launches:
             at = launch.group_idx
             if not 0 <= at < len(groups):

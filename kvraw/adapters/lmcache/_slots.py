@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "counts_of",
     "load_and_reshape_flash",
     "multi_layer_kv_transfer",
     "multi_layer_kv_transfer_unilateral",
@@ -166,10 +167,19 @@ def _addresses(ptrs: Any) -> U64 | None:
     return pointer_vector("key_value_ptrs", [t.data_ptr() for t in flat])
 
 
-def _counts(number: int, key_value: Any, page_buffer_size: int, block_size: int, head_size: int, stride: int) -> Counts:
-    """Counts of a call by slots: blocks and heads only where they matter."""
-    _, layers, _, hidden = key_value.shape
-    fused, halves = key_value.shape[0] == 1 and number in (10, 12), key_value.shape[0] == 2 and number in (10, 11)
+def counts_of(
+    number: int,
+    planes: int,
+    layers: int,
+    hidden: int,
+    element: int,
+    page_buffer_size: int,
+    block_size: int,
+    head_size: int,
+    stride: int = 0,
+) -> Counts:
+    """Counts of a call by slots, whose tokens have `hidden` elements: blocks and heads only where they matter."""
+    fused, halves = planes == 1 and number in (10, 12), planes == 2 and number in (10, 11)
     if number in _TOKEN_ROWS and not stride:
         block_size = 1
     elif block_size <= 0:
@@ -181,9 +191,7 @@ def _counts(number: int, key_value: Any, page_buffer_size: int, block_size: int,
         if width <= 0 or hidden % width:
             raise ArgumentError(f"head_size is {head_size}, must divide {hidden} for format {number}")
         heads = hidden // width
-    return Counts(
-        layers, 0, page_buffer_size // block_size, block_size, heads, hidden // heads, key_value.element_size(), stride
-    )
+    return Counts(layers, 0, page_buffer_size // block_size, block_size, heads, hidden // heads, element, stride)
 
 
 def multi_layer_kv_transfer(
@@ -217,7 +225,8 @@ def multi_layer_kv_transfer(
             paged = from_tensors(number, key_value_ptrs, block_size, kv_size, device)
         else:
             form = 1 if number == 0 and len(addresses) > 1 else number
-            c = _counts(form, key_value, page_buffer_size, block_size, head_size, block_stride_elems)
+            given = kv_size, shape[1], shape[3], key_value.element_size()
+            c = counts_of(form, *given, page_buffer_size, block_size, head_size, block_stride_elems)
             paged = from_pointers(form, addresses, c, kv_size, device)
         if paged.geometry.planes != kv_size:
             raise ArgumentError(f"key_value has {kv_size} planes, format {number} has {paged.geometry.planes}")

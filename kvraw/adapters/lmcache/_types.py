@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -11,6 +11,7 @@ from kvraw.errors import KvrawError
 
 __all__ = [
     "BatchStep",
+    "CBGroupSpec",
     "DirectCopyGroupSpec",
     "DirectCopyObject",
     "EngineKVFormat",
@@ -253,6 +254,35 @@ class KernelGroupSpec:
     engine_kv_format: Any
     block_ids_base: int
     block_ids_capacity: int
+
+
+@dataclass(slots=True)
+class CBGroupSpec:
+    """What all steps of a retrieval share in a kernel group: its table, its staging slots and how its keys turn.
+
+    A slot is [planes, layers, `slot_tokens`, `hidden_elems`]; `rope_base_offset` is bytes from its first key to the
+    first element that turns. Tables, slots, mapping and cosines are addresses or tensors of the retrieval's device.
+    """
+
+    paged_kv_ptrs: Any
+    temp_buffer_ptrs: Sequence[Any]
+    num_layers: int
+    slot_tokens: int
+    hidden_elems: int
+    element_size: int
+    engine_kv_format: Any
+    page_buffer_size: int
+    block_size: int
+    head_size: int
+    slot_mapping_base: Any
+    slot_mapping_capacity: int
+    cos_sin_cache: Any
+    rot_dim: int
+    rope_num_kv_heads: int
+    rope_head_stride: int
+    key_scalar_type: int
+    is_neox: bool
+    rope_base_offset: int = 0
 
 
 @dataclass(slots=True)

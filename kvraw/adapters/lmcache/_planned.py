@@ -1,0 +1,132 @@
+"""What the plans of LMCache are made of: tables and ids at addresses, staging copies, and copies that are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvraw.adapters.lmcache._blocks import host_ids
+from kvraw.adapters.lmcache._copies import check_range, enqueue_split
+from kvraw.adapters.lmcache._launch import Copies
+from kvraw.arrays import ASK_DRIVER, U64, IndexVector
+from kvraw.engines.device_state import DeviceState
+from kvraw.engines.operands import Operands, require_index
+from kvraw.prepared import DeviceTable, PreparedCopy
+from kvraw.runtime.driver import driver
+from kvraw.runtime.inflight import Operation
+from kvraw.runtime.memory import PinnedBuffer, locate_all
+
+__all__ = ["Stage", "enqueue_stage", "index_at", "pieces", "stages", "table_on", "words"]
+
+Stage = tuple[int, int, int, int]  # a staging copy: destination, source, bytes, offset in the host buffer
+
+_TOP = 2**64
+_NONE = np.zeros(0, np.uint64)
+_bits: dict[tuple[int, int, int], int] = {}
+
+
+def words(address: int, count: int) -> U64:
+    """A vector of addresses in host memory."""
+    return host_ids(address, count).view(np.uint64)
+
+
+def _table_bits(name: str, address: int, entries: int, device: int, stream: int | None) -> int:
+    """The bits that are set in any address of a table on the device, to tell the alignment.
+
+    The table is read once, behind what the stream was given, which may still be writing it; the host waits for that.
+    Without a stream (a capture is in progress) an unknown table is taken as aligned to 8 bytes.
+    """
+    key = (device, address, entries)
+    if key not in _bits and stream is not None:
+        with PinnedBuffer(entries * 8, device) as copy:
+            driver().memcpy_async(copy.address, address, entries * 8, stream)
+            driver().stream_synchronize(stream)
+            found = words(copy.address, entries)
+            locate_all(found).require(device, name)
+            _bits[key] = int(np.bitwise_or.reduce(found)) % 16
+        if len(_bits) > 4096:
+            _bits.pop(next(iter(_bits)))
+    return _bits.get(key, 8)
+
+
+def _demanded_bits(head_bytes: int) -> int:
+    """The alignment that LMCache's own kernel takes for granted, as bits: of its accesses, 16, 4 or 2 bytes."""
+    return 0 if head_bytes % 16 == 0 else 4 if head_bytes % 4 == 0 else 2
+
+
+def table_on(name: str, address: int, entries: int, device: int, stream: int | None, head_bytes: int) -> DeviceTable:
+    """A table of addresses on a device, which is looked at behind what the stream was given; None: not at all."""
+    require_index(name, IndexVector(None, address, entries, 8, ASK_DRIVER), device)
+    # Other addresses may come to stand in the table: no more is made of what it held than LMCache's kernel would.
+    bits = _table_bits(name, address, entries, device, stream) | _demanded_bits(head_bytes)
+    return DeviceTable(address, entries, bits)
+
+
+def index_at(name: str, address: int, count: int, device: int | None) -> IndexVector:
+    """The int64 ids at an address, of a device or of the host."""
+    if device is None:
+        return IndexVector(host_ids(address, count), 0, count)
+    require_index(name, IndexVector(None, address, count, 8, ASK_DRIVER), device)
+    return IndexVector(None, address, count, 8, device)
+
+
+class _Launch:
+    """A copy that the kernel carries out, ready."""
+
+    __slots__ = ("_copy", "_count", "_ends", "_first", "_link")
+
+    def __init__(self, copy: PreparedCopy, ends: tuple[Operands, Operands], first: int, count: int, link: bool) -> None:
+        self._copy, self._ends, self._first, self._count, self._link = copy, ends, first, count, link
+
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> None:
+        """Enqueue it as a part of an operation; the device's context is current."""
+        self._copy.enqueue_kernel(state, operation, *self._ends, self._first, self._count, link=self._link)
+
+
+def pieces(
+    copies: Copies,
+    device: int | None,
+    ends: tuple[Sequence[Any], Sequence[Any]],
+    ids: IndexVector,
+    first: int,
+    count: int,
+) -> list[Any]:
+    """The copies of items `first` to `first + count` between tables and objects, ready: to be enqueued, or called."""
+    found: list[Any] = []
+    to_host = copies.to_host
+    for copy, table, objects in zip(copies.each, *ends, strict=True):
+        if device is not None and copies.kernel:
+            flat = Operands(objects.seen), Operands(_NONE, ids, table)
+            found.append(_Launch(copy, flat[::-1] if to_host else flat, first, count, objects.link))
+            continue
+        work = copy.ready if device is not None else partial(partial, copy)
+        if to_host:
+            found.append(work(table, objects, count, src_index=ids, first=first))
+        else:
+            found.append(work(objects, table, count, dst_index=ids, first=first))
+    return found
+
+
+def stages(copies: Iterable[Stage]) -> list[Stage]:
+    """Staging copies, checked; without those of no bytes."""
+    found = []
+    for dest, src, nbytes, offset in copies:
+        if not (nbytes > 0 <= offset < _TOP - nbytes and 0 < dest < _TOP - nbytes and 0 < src < _TOP - nbytes):
+            check_range("staging copy: dest", dest, nbytes, offset)
+            check_range("staging copy: src", src, nbytes)
+            if not nbytes:
+                continue
+        found.append((dest, src, nbytes, offset))
+    return found
+
+
+def enqueue_stage(stage: Stage, alignment: int, stream: int) -> None:
+    """Enqueue a staging copy, cut where registrations may end; the device's context is current."""
+    dest, src, nbytes, offset = stage
+    if offset % alignment + nbytes <= alignment:
+        driver().memcpy_async(dest, src, nbytes, stream)
+    else:
+        enqueue_split(dest, src, nbytes, offset, alignment, stream)

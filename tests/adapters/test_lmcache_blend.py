@@ -1,0 +1,364 @@
+"""CacheBlend's retrieval plans: staging, turned keys and scatters, against plain indexing; order, checks, captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvraw
+import kvraw.adapters.lmcache as ops
+from kvraw.adapters import found
+from kvraw.adapters.lmcache import _blend_groups, _memo, _paged, _place, _planned
+from kvraw.runtime import driver as driver_module
+from tests.emulator.fake_driver import FakeDriver
+from tests.helpers import coder_oracle
+from tests.helpers.memory import Laid, numbers
+from tests.helpers.oracle import PAGED, Shape, move
+
+TOKENS, POSITIONS = 4, 64
+TYPES = {"float16": 5, "float32": 6, "bfloat16": 15}
+FORMATS = [(0, 2), (1, 2), (3, 1), (5, 1), (6, 2), (9, 2), (10, 1), (13, 1), (15, 2)]
+
+
+def bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    found: np.ndarray = coder_oracle.to_bits(values, dtype)
+    return found.view(np.uint32 if dtype == "float32" else np.uint16)
+
+
+class Retrieval:
+    """Chunks on the host, slots that steps use in turns, a cache, and a mapping with a hole; chunk 3 is cut short."""
+
+    def __init__(
+        self,
+        place: int | None,
+        number: int = 1,
+        planes: int = 2,
+        dtype: str = "bfloat16",
+        neox: bool = True,
+        chunks: int = 5,
+        per_step: int = 2,
+        halves: int = 2,
+    ) -> None:
+        self.place, self.number, self.dtype, self.neox = place, number, dtype, neox
+        self.per_step, self.halves = per_step, halves
+        self.size = 4 if dtype == "float32" else 2
+        self.heads = 1 if number in (3, 5) else 2
+        self.s = s = Shape(nl=3, nb=19, bs=2, nh=self.heads, d=24 * self.size, planes=planes)
+        self.offset = 8 * self.size if number in (3, 5) else 0  # of MLA, what turns trails the latent row
+        self.rotary = 16
+        device, host = ("host", "host") if place is None else ("device", "pinned")
+        slot = (planes, s.nl, TOKENS, s.nh * s.d)
+        slot_bytes = planes * s.nl * TOKENS * s.nh * s.d
+        self.cache = Laid(device, [PAGED[number, planes].shape(s)] * PAGED[number, planes].tensors(s), place, 1)
+        # Random bytes would be infinite or no number here and there.
+        drawn = np.random.default_rng(6).standard_normal((chunks, slot_bytes // self.size)) * 3
+        self.host = Laid(host, [slot] * chunks, place, 2, list(bits(drawn, dtype)))
+        self.slots = Laid(device, [slot] * (per_step * halves), place, 3)
+        angle = np.arange(POSITIONS)[:, None] / 100.0 ** (np.arange(self.rotary // 2) / 8)
+        self.angles = bits(np.concatenate([np.cos(angle), np.sin(angle)], axis=1), dtype)
+        self.table = Laid(device, [(POSITIONS, self.rotary * self.size)], place, 5, [self.angles])
+        self.old = [(7 * c + 5) % (POSITIONS - TOKENS) for c in range(chunks)]
+        self.new = [self.old[c] if c == 1 else TOKENS * c for c in range(chunks)]
+        self.counts = [TOKENS - 1 if c == 3 else TOKENS for c in range(chunks)]
+        self.begins = [TOKENS * c for c in range(chunks)]
+        mapping = np.random.default_rng(4).permutation(s.nb * s.bs)[: TOKENS * chunks]
+        mapping[2] = -1
+        self.mapping = mapping.tolist()
+        self.held = numbers(mapping, device, place)
+        self.pointers = numbers(self.cache.addresses, device, place)
+
+    def group(self, **change: Any) -> ops.CBGroupSpec:
+        s, half = self.s, 2 if self.number in (10, 12) else 1
+        spec = ops.CBGroupSpec(
+            self.pointers.data_ptr(), self.slots.addresses, s.nl, TOKENS, s.nh * s.d // self.size, self.size,
+            self.number, s.nb * s.bs, s.bs, s.d // self.size // half, self.held.data_ptr(), len(self.mapping),
+            self.table.addresses[0], self.rotary, s.nh, s.d // self.size, TYPES[self.dtype], self.neox, self.offset,
+        )  # fmt: skip
+        return replace(spec, **change)
+
+    def tables(self) -> dict[str, Any]:
+        staging, ropes, scatters, ends = [], [], [], []
+        for first in range(0, len(self.old), self.per_step):
+            base = first // self.per_step % self.halves * self.per_step
+            for k, chunk in enumerate(range(first, min(first + self.per_step, len(self.old)))):
+                slot, nbytes = base + k, self.host.arrays[chunk].nbytes
+                staging.append((self.slots.addresses[slot], self.host.addresses[chunk], nbytes, 8))
+                ropes.append((0, slot, self.old[chunk], self.new[chunk]))
+                scatters.append((0, slot, self.begins[chunk], self.counts[chunk]))
+            ends.append((len(staging), len(ropes), len(scatters)))
+        names = ("staging", "ropes", "scatters", "step_offsets")
+        return {n: np.array(t, np.int64) for n, t in zip(names, (staging, ropes, scatters, ends), strict=True)}
+
+    def run(self, group: Any = None, alignment: int = 1 << 12, **change: Any) -> None:
+        where = "cpu" if self.place is None else self.place
+        groups = [self.group()] if group is None else group
+        ops.execute_cb_retrieve_plan_flat(where, alignment, groups, **{**self.tables(), **change})
+
+    def expect(self, turned: bool = True) -> None:
+        """Change the arrays as a run must change the memory."""
+        for chunk, source in enumerate(self.host.arrays):
+            step, k = divmod(chunk, self.per_step)
+            slot, count = self.slots.arrays[step % self.halves * self.per_step + k], self.counts[chunk]
+            slot[:] = source
+            keys = slot[0].view(np.uint32 if self.size == 4 else np.uint16)
+            keys = keys.reshape(self.s.nl, TOKENS, self.heads, -1)[:, :count, :, self.offset // self.size :]
+            if turned and self.old[chunk] != self.new[chunk]:
+                at = np.arange(count)
+                for layer in keys:
+                    given = layer.view(np.float32) if self.dtype == "float32" else layer
+                    angles = self.angles.view(np.float32) if self.dtype == "float32" else self.angles
+                    now = coder_oracle.rerotate(
+                        given, at + self.old[chunk], at + self.new[chunk], angles, self.neox, self.dtype
+                    )
+                    layer[:] = now.view(layer.dtype)
+            ids = self.mapping[self.begins[chunk] :][:count]
+            move(self.number, self.s, self.cache.arrays, [slot], "2LTD", TOKENS, "load", "slot", ids, 0)
+
+    def check(self) -> None:
+        for one in (self.cache, self.slots, self.host, self.table):
+            one.check()
+
+    def close(self) -> None:
+        for one in (self.cache, self.slots, self.host, self.table):
+            one.close()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("number", "planes"), FORMATS)
+def test_every_format(place: int | None, number: int, planes: int, dtype: str) -> None:
+    r = Retrieval(place, number, planes, dtype, neox=number % 2 == 0)
+    r.expect()
+    r.run()
+    r.check()
+    r.close()
+
+
+@pytest.mark.parametrize(("per_step", "halves", "chunks"), [(1, 1, 4), (2, 1, 5), (2, 3, 9), (5, 1, 5), (1, 2, 6)])
+def test_slots_that_come_again(place: int | None, per_step: int, halves: int, chunks: int) -> None:
+    r = Retrieval(place, chunks=chunks, per_step=per_step, halves=halves)
+    r.expect()
+    r.run()
+    r.check()
+    r.close()
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("seed", range(12))
+def test_copies_wait_for_what_uses_their_slots(seed: int, halves: int) -> None:
+    """Streams that run in any order their events allow, and a plan behind another one that is still under way."""
+    fake = FakeDriver(seed=seed)
+    before = driver_module.install(fake)  # type: ignore[arg-type]
+    try:
+        r = Retrieval(0, chunks=5, per_step=1 + seed % 2, halves=halves)
+        again = np.random.default_rng(9).permutation(r.s.nb * r.s.bs)[: len(r.mapping)].tolist()
+        held = numbers(again, "device", 0)
+        r.expect()
+        r.run()
+        r.mapping, r.held = again, held
+        r.expect()
+        r.run()
+        r.check()
+        r.close()
+        assert not fake.violations, fake.violations
+    finally:
+        for one in (_memo, _paged, _blend_groups):
+            one._known.clear()
+        for queue in (_planned._bits, _place._watched, _place._captured, *found._found.values()):
+            queue.clear()
+        driver_module.install(before)
+
+
+def test_slots_apart_in_the_mapping_and_cut_short_in_a_step(place: int | None) -> None:
+    r = Retrieval(place, chunks=5, per_step=5, halves=1)
+    r.begins, r.counts = [16, 3, 7, 0, 12], [4, 4, 2, 3, 0]
+    r.expect()
+    r.run()
+    r.check()
+    r.close()
+
+
+def test_two_groups_whose_rows_are_mixed(place: int | None) -> None:
+    a, b = Retrieval(place, 1), Retrieval(place, 6)
+    a.expect()
+    b.expect()
+    ours, theirs = a.tables(), b.tables()
+    both = {}
+    for name in ("staging", "ropes", "scatters"):
+        other = theirs[name].copy()
+        if name != "staging":
+            other[:, 0] = 1
+        rows, at = [], [0, 0, 0]
+        column = ("staging", "ropes", "scatters").index(name)
+        for end in ours["step_offsets"]:
+            part = slice(at[column], end[column])
+            rows += [other[part], ours[name][part]]
+            at = list(end)
+        both[name] = np.concatenate(rows)
+    a.run([a.group(), b.group()], **both, step_offsets=2 * ours["step_offsets"])
+    for one in (a, b):
+        one.check()
+        one.close()
+
+
+def test_keys_that_keep_their_positions(place: int | None) -> None:
+    r = Retrieval(place)
+    r.expect(turned=False)
+    r.run([r.group(cos_sin_cache=0, rot_dim=0, rope_num_kv_heads=1, key_scalar_type=0)])
+    r.check()
+    r.close()
+
+
+def test_tensors_and_staging_copies(place: int | None) -> None:
+    r = Retrieval(place)
+    r.expect()
+    spec = r.group(
+        paged_kv_ptrs=r.pointers,
+        temp_buffer_ptrs=r.slots.tensors(2),
+        slot_mapping_base=r.held,
+        cos_sin_cache=r.table.tensors(2)[0],
+        engine_kv_format=ops.EngineKVFormat(r.number),
+    )
+    r.run([spec], staging=[ops.StagingCopy(*row) for row in r.tables()["staging"].tolist()])
+    r.check()
+    r.close()
+
+
+def test_another_mapping_is_stamped_on_a_spec(place: int | None) -> None:
+    r = Retrieval(place)
+    spec = r.group()
+    for seed in range(3):
+        r.mapping = np.random.default_rng(seed).permutation(r.s.nb * r.s.bs)[: len(r.mapping)].tolist()
+        r.held = numbers(r.mapping, "host" if place is None else "device", place)
+        spec.slot_mapping_base, spec.slot_mapping_capacity = r.held.data_ptr(), len(r.mapping)
+        r.expect()
+        r.run([spec])
+        r.check()
+    r.close()
+
+
+def test_nothing_to_do(place: int | None) -> None:
+    r = Retrieval(place)
+    none = np.zeros((0, 4), np.int64)
+    r.run(staging=none, ropes=[], scatters=none, step_offsets=[])
+    r.run(staging=none, ropes=none, scatters=none, step_offsets=[(0, 0, 0)])
+    r.run([], staging=none, ropes=none, scatters=none, step_offsets=none[:, :3])
+    r.check()
+    r.close()
+
+
+def change_row(name: str, row: int, column: int, value: int) -> Callable[[Retrieval], dict[str, Any]]:
+    def change(r: Retrieval) -> dict[str, Any]:
+        table = r.tables()[name]
+        table[row, column] = value
+        return {name: table}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_row("ropes", 3, 0, 1), r"ropes\[3\]: group_idx is 1, must be in \[0, 1\)"),
+        (change_row("ropes", 4, 1, 4), r"ropes\[4\]: slot_idx is 4, must be in \[0, 4\)"),
+        (change_row("ropes", 1, 1, -1), r"ropes\[1\]: slot_idx is -1"),
+        (change_row("ropes", 2, 2, -1), r"ropes\[2\]: old_st is -1 for 4 tokens, must be in \[0, "),
+        (change_row("ropes", 2, 3, -9), r"ropes\[2\]: cur_st is -9 for 4 tokens"),
+        (change_row("scatters", 3, 0, -1), r"scatters\[3\]: group_idx is -1"),
+        (change_row("scatters", 4, 1, 9), r"scatters\[4\]: slot_idx is 9"),
+        (change_row("scatters", 4, 2, 17), r"slot_mapping_offset is 17, n_tok 4: must lie within the 20 slots"),
+        (change_row("scatters", 0, 2, -1), r"scatters\[0\]: slot_mapping_offset is -1"),
+        (change_row("scatters", 2, 3, 5), r"scatters\[2\]: n_tok is 5, must be in \[0, 4\]"),
+        (change_row("staging", 4, 0, 0), "staging copy: dest is 0"),
+        (change_row("staging", 4, 2, -8), "nbytes is -8"),
+        (change_row("step_offsets", 1, 1, 1), r"step_offsets\[1\] is \[4, 1, 4\], must be at least \[2, 2, 2\]"),
+        (change_row("step_offsets", 2, 2, 6), r"step_offsets\[2\] is \[5, 5, 6\]"),
+        (
+            lambda r: {"ropes": np.zeros((2, 3), np.int64)},
+            r"ropes has shape \(2, 3\) of int64, must be integers \[n, 4\]",
+        ),
+        (lambda r: {"scatters": np.zeros((2, 4))}, "scatters has shape .2, 4. of float64"),
+        (lambda r: {"alignment": 3}, "must be power of two"),
+        (lambda r: {"group": [r.group(engine_kv_format=99)]}, "Unsupported EngineKVFormat"),
+        (lambda r: {"group": [r.group(engine_kv_format=14)]}, "takes several layouts"),
+        (lambda r: {"group": [r.group(temp_buffer_ptrs=[])]}, "there is no slot"),
+        (lambda r: {"group": [r.group(paged_kv_ptrs=0)]}, "paged_kv_ptrs or one of temp_buffer_ptrs is null"),
+        (lambda r: {"group": [r.group(slot_mapping_base=0)]}, "slot_mapping_base is null"),
+        (lambda r: {"group": [r.group(slot_tokens=0)]}, "slot_tokens is 0, must be positive"),
+        (lambda r: {"group": [r.group(rot_dim=7)]}, r"rot_dim is 7, must be even and in \[2, 24\]"),
+        (lambda r: {"group": [r.group(rot_dim=26)]}, "rot_dim is 26"),
+        (lambda r: {"group": [r.group(key_scalar_type=1)]}, "key_scalar_type is 1 with elements of 2 bytes"),
+        (lambda r: {"group": [r.group(rope_head_stride=12)]}, "rope_num_kv_heads is 2, rope_head_stride 12"),
+        (lambda r: {"group": [r.group(rope_base_offset=3)]}, "rope_base_offset is 3, must be whole elements"),
+        (lambda r: {"group": [r.group(rope_base_offset=48)]}, "rope_base_offset is 48"),
+    ],
+)
+def test_a_plan_is_checked_whole_before_anything_moves(
+    place: int | None, change: Callable[[Retrieval], dict[str, Any]], message: str
+) -> None:
+    r = Retrieval(place)
+    with pytest.raises(ValueError, match=message):
+        r.run(**change(r))
+    r.check()
+    r.close()
+
+
+def test_a_position_behind_the_cosines(device: int) -> None:
+    r = Retrieval(device)
+    with pytest.raises(ValueError, match=r"ropes\[0\]: cur_st is \d+ for 4 tokens, must be in \[0, \d+\]"):
+        r.run(**change_row("ropes", 0, 3, 1 << 40)(r))
+    r.check()
+    r.close()
+
+
+def test_cosines_and_slots_in_the_wrong_place(device: int) -> None:
+    r = Retrieval(device)
+    plain = np.zeros(1 << 16, np.uint8)
+    with pytest.raises(kvraw.PlacementError, match=r"cos_sin_cache at .* is pageable host memory"):
+        r.run([r.group(cos_sin_cache=int(plain.ctypes.data))])
+    with pytest.raises(kvraw.PlacementError, match="pageable host memory"):
+        r.run([r.group(temp_buffer_ptrs=[int(plain.ctypes.data)] * 4)])
+    with pytest.raises(kvraw.PlacementError, match="slot_mapping_base lies in pageable host memory"):
+        r.run([r.group(slot_mapping_base=int(plain.ctypes.data))])
+    r.check()
+    r.close()
+
+
+def test_bad_slots_are_reported(place: int | None) -> None:
+    r = Retrieval(place)
+    good, bad = r.mapping[9], r.s.nb * r.s.bs
+    r.mapping[9] = bad
+    r.held = numbers(r.mapping, "host" if place is None else "device", place)
+    if place is None:
+        with pytest.raises(IndexError, match=rf"slot_mapping\[1\] is {bad}, must be in \[0, {bad}\)"):
+            r.run()
+    else:
+        r.run()
+        r.mapping[9] = -1
+        r.expect()
+        r.check()
+        with pytest.raises(IndexError, match=rf"slot_mapping\[1\] is {bad}, must be in \[0, {bad}\)"):
+            r.run()
+        r.mapping[9] = good
+        r.held = numbers(r.mapping, "device", place)
+        r.expect()
+        r.run()
+        r.check()
+    r.close()
+
+
+def test_a_capture(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    r = Retrieval(0)
+    with kvraw.Stream(0) as stream:
+        monkeypatch.setattr(_place, "_raw_stream", lambda device: stream.handle)
+        r.run()  # what a capture has no time to make is there now
+        fake.capture(stream.handle, True)
+        r.expect()
+        r.run()
+        fake.capture(stream.handle, False)
+        stream.synchronize()  # the emulator's capture runs at once: a replay
+        r.check()
+    r.close()
