@@ -13,7 +13,7 @@ from kvraw.engines.operands import Operands
 from kvraw.errors import DriverError
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.driver import CudaDriver, driver
-from kvraw.runtime.register import boundaries
+from kvraw.runtime.register import boundaries, spans
 from kvraw.runtime.stream import LEGACY
 
 __all__ = ["Descriptors", "describe", "enqueue", "holder", "merge", "split"]
@@ -167,7 +167,7 @@ def holder(d: Descriptors, made: Descriptors, at: int) -> int | None:
 
 def _spans(starts: tuple[int, int], nbytes: tuple[int, int], edges: Sequence[int]) -> bool:
     """Whether a range of destination or source spans an end of a registration, or one of `edges`."""
-    return bool(len(boundaries(np.array(starts, np.uint64), np.array(nbytes, np.uint64), edges)[0]))
+    return any(spans(start, start + size, edges) for start, size in zip(starts, nbytes, strict=True))
 
 
 def _one_by_one(call: CudaDriver, d: Descriptors, stream: int, edges: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from kvraw.runtime.module import ArgumentBlock, Kernel
 __all__ = ["KernelPlan", "copy_kernel", "launch_shape"]
 
 THREADS = 1024
+_KINDS = 64  # kinds of calls of a plan whose arrangement is kept
 LINK_CTAS = 16  # saturates PCIe 5 x16 on an H200 with margin (benchmarks/README.md)
 _SIDES = ("src", "dst")
 
@@ -105,6 +106,7 @@ class KernelPlan:
         self._words: memoryview[int] = memoryview(self._block.record.view("u1").data).cast("B").cast("Q")
         self._lock = threading.RLock()
         self._kind: tuple[object, ...] = ()
+        self._kinds: dict[tuple[object, ...], tuple[list[_Piece], int, list[int]]] = {}
         self._pieces: list[_Piece] = []
         self._upload_words = self._width = self._segments = 0
         self._last_bits = -1
@@ -152,8 +154,7 @@ class KernelPlan:
         )
         with self._lock:
             if kind != self._kind:
-                self._arrange(src, dst, count)
-                self._kind = kind
+                self._arrange(src, dst, count, kind)
             words = self._words
             upload: Upload | None = None
             if self._upload_words:
@@ -188,21 +189,34 @@ class KernelPlan:
             split = ka.fill_width(self._block.record, self.plan, width)
             self._width, self._segments, self._kernel = width, self.plan.runs_per_item * split, kernel
 
-    def _arrange(self, src: Operands, dst: Operands, count: int) -> None:
-        """Decide where tables and indices go, and write the flags that say so."""
-        src_count, dst_count = (count if o.host_index is not None else -1 for o in (src, dst))
-        self._pieces, self._upload_words = _arrangement((_bases(src), _bases(dst), src_count, dst_count))
+    def _arrange(self, src: Operands, dst: Operands, count: int, kind: tuple[object, ...]) -> None:
+        """Decide where tables and indices go, as for the last call of this kind, and write the flags that say so."""
+        found = self._kinds.get(kind)
+        if found is None:
+            if len(self._kinds) >= _KINDS:
+                self._kinds.clear()
+            found = self._kinds[kind] = self._decide(src, dst, count)
+        self._pieces, self._upload_words, flags = found
+        for k in (0, 1):
+            self._short[ka.FLAGS[k]] = flags[k]
         self._written = [None, None]
+        self._kind = kind
+
+    def _decide(self, src: Operands, dst: Operands, count: int) -> tuple[list[_Piece], int, list[int]]:
+        src_count, dst_count = (count if o.host_index is not None else -1 for o in (src, dst))
+        pieces, upload_words = _arrangement((_bases(src), _bases(dst), src_count, dst_count))
+        out = []
         for k, (side, operands) in enumerate(((self.plan.src_flat, src), (self.plan.dst_flat, dst))):
             flags = ka.SKIP_NEGATIVE if side.skip_negative else 0
             if operands.index is not None:
                 flags |= ka.INDEX_I64 if operands.index.width == 8 else ka.INDEX_I32
                 if operands.index.host is None and self.check:
                     flags |= ka.CHECK
-            for piece in self._pieces:
+            for piece in pieces:
                 if piece.side == k and piece.inline:
                     flags = flags & ~ka.INDEX_I64 | ka.INDEX_INLINE if piece.is_index else flags | ka.TABLE_INLINE
-            self._short[ka.FLAGS[k]] = flags
+            out.append(flags)
+        return pieces, upload_words, out
 
     def _write(self, sides: tuple[Operands, Operands], first: int, count: int, upload: Upload | None) -> None:
         """Write tables and indices of one call into the block's words or into the upload."""

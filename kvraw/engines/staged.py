@@ -22,10 +22,11 @@ from kvraw.errors import PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
-from kvraw.runtime.register import boundaries
+from kvraw.runtime.register import spans
 
 __all__ = ["StagedPlan"]
 
+_MOST = 256  # calls of other counts, and rows in slots, that are kept
 _FEW = 4  # copies that are enqueued one by one sooner than as a batch
 # A share of a slot. So much of a store goes straight to the chunks while the first slot is packed, for the link not to
 # wait. The last slot of a load, whose unpacking nothing overlaps, holds no more. Nothing of a load goes straight: on a
@@ -43,6 +44,7 @@ class _Slice:
     offset: int  # of the bytes in the chunk
     nbytes: int
     paged_bases: U64
+    bits: int  # the alignment of these, or-ed together
     base: int  # what to add to the slot's address for the base address of the slot's side
     first: int  # items of the chunk
     count: int
@@ -102,6 +104,8 @@ class StagedPlan:
         whole = self._slice({"plane": (0, plan.planes), "layer": (0, plan.layers), "item": (0, self._per_chunk)})
         self._slices = [whole] if self.chunks_per_slot else list(self._cut(whole, slot_bytes))
         self._split: dict[tuple[int, bool], tuple[_Slice, _Slice]] = {}
+        self._made: dict[tuple[int, int], tuple[_Step | None, list[_Step]]] = {}
+        self._rows: dict[tuple[int, int, int], Operands] = {}  # of chunks in slots
 
     def _chunk_side(self, plan: CopyPlan) -> Side:
         return plan.dst if self._store else plan.src
@@ -129,9 +133,8 @@ class StagedPlan:
         offset = plane * chunk.plane + layer * chunk.layer + first * chunk.inner
         share = planes * layers * count
         whole = self._plan.planes * self._plan.layers * self._per_chunk
-        return _Slice(
-            kernel, offset, self._chunk_bytes * share // whole, bases, -first * chunk.inner, first, count, box
-        )
+        nbytes, bits = self._chunk_bytes * share // whole, int(np.bitwise_or.reduce(bases))
+        return _Slice(kernel, offset, nbytes, bases, bits, -first * chunk.inner, first, count, box)
 
     def _outermost(self, piece: _Slice) -> str | None:
         """The outermost axis along which a slice is longer than one."""
@@ -188,6 +191,14 @@ class StagedPlan:
 
     def _steps(self, first_chunk: int, chunks: int) -> tuple[_Step | None, list[_Step]]:
         """What goes straight, and what goes through the slots one after the other."""
+        found = self._made.get((first_chunk, chunks))
+        if found is None:
+            if len(self._made) >= _MOST:
+                self._made.clear()
+            found = self._made[first_chunk, chunks] = self._divide(first_chunk, chunks)
+        return found
+
+    def _divide(self, first_chunk: int, chunks: int) -> tuple[_Step | None, list[_Step]]:
         group = max(1, self.chunks_per_slot)
         end = first_chunk + chunks
         steps = [
@@ -233,22 +244,22 @@ class StagedPlan:
             d.stream_wait_event(writer, start)
             lead, steps = self._steps(first_chunk, chunks)
             if lead is not None:
-                at = [int(a) + lead.piece.offset for a in seen[lead.chunk : lead.chunk + lead.chunks]]
-                self._kernel(state, operation, lead, at, index, stream, link=True)
+                straight = seen[lead.chunk : lead.chunk + lead.chunks]
+                row = Operands(straight + np.uint64((lead.piece.offset + lead.piece.base) % 2**64))
+                self._kernel(state, operation, lead, row, index, stream, link=True)
             slot = None
             places = addresses.tolist()
-            low, high = addresses.min(), addresses.max() + np.uint64(self._chunk_bytes)
-            plain = not len(boundaries(np.array([low]), np.array([high - low]), edges)[0])
+            plain = not spans(min(places), max(places) + self._chunk_bytes, edges)
             for step in steps:
                 piece, chunk, many = step
                 slot = ring.next()
                 slot.acquire(writer)
-                at = [slot.address + k * self._chunk_bytes for k in range(many)]
                 if self._store and index.host is None and self._check:
                     d.memset_async(slot.address, 0, many * self._chunk_bytes if many > 1 else piece.nbytes, packs)
                 for pack in (True, False) if self._store else (False, True):
                     if pack:
-                        self._kernel(state, operation, step, at, index, packs if self._store else stream, link=False)
+                        row = self._row(slot.address, many, piece.base)
+                        self._kernel(state, operation, step, row, index, packs if self._store else stream, link=False)
                     else:
                         self._move(piece, slot.address, places[chunk : chunk + many], None if plain else edges, copies)
                     if pack is self._store:
@@ -257,26 +268,36 @@ class StagedPlan:
             if self._store and slot is not None:
                 d.stream_wait_event(stream, slot.free)
 
+    def _row(self, slot: int, many: int, base: int) -> Operands:
+        """The row of so many chunks that lie in a slot."""
+        found = self._rows.get((slot, many, base))
+        if found is None:
+            if len(self._rows) >= _MOST:
+                self._rows.clear()
+            at = [(slot + base + k * self._chunk_bytes) % 2**64 for k in range(many)]
+            row = np.array(at, np.uint64)
+            found = self._rows[slot, many, base] = Operands(row, None, None, int(np.bitwise_or.reduce(row)))
+        return found
+
     def _kernel(
         self,
         state: DeviceState,
         operation: Operation,
         step: _Step,
-        addresses: list[int],
+        row: Operands,
         index: IndexVector,
         stream: int,
         *,
         link: bool,
     ) -> None:
-        """Enqueue the copy of a step between the cache and the addresses where its bytes of each chunk lie."""
+        """Enqueue the copy of a step between the cache and the row of its chunks."""
         piece, chunk, chunks = step
         begin, count = chunk * self._per_chunk, chunks * self._per_chunk
         if index.host is not None:
             part = IndexVector(index.host[begin : begin + count], 0, count)
         else:
             part = IndexVector(None, index.address + begin * index.width, count, index.width, index.device)
-        paged = Operands(piece.paged_bases, part)
-        row = Operands(np.array([(at + piece.base) % 2**64 for at in addresses], np.uint64))
+        paged = Operands(piece.paged_bases, part, None, piece.bits)
         src, dst = (paged, row) if self._store else (row, paged)
         if chunks == 1:
             count = piece.count
@@ -293,7 +314,7 @@ class StagedPlan:
                 end += 1
             copies.append((addresses[at] + piece.offset, slot + at * self._chunk_bytes, (end - at) * size))
             at = end
-        if len(copies) <= _FEW and (edges is None or _plain(copies, edges)):
+        if len(copies) <= _FEW and (edges is None or not any(spans(at, at + n, edges) for at, _, n in copies)):
             for host, device, nbytes in copies:
                 to, source = (host, device) if self._store else (device, host)
                 d.memcpy_async(to, source, nbytes, stream)
@@ -301,9 +322,3 @@ class StagedPlan:
         host, device, nbytes = np.array(copies, np.uint64).T.copy()
         ends = (host, device) if self._store else (device, host)
         copy_engine.enqueue(copy_engine.Descriptors(*ends, nbytes), stream, capturing=False, edges=edges or ())
-
-
-def _plain(copies: list[tuple[int, int, int]], edges: tuple[int, ...]) -> bool:
-    """Whether none of these copies (host, device, bytes) spans an edge."""
-    host, _, nbytes = np.array(copies, np.uint64).T
-    return not len(boundaries(host, nbytes, edges)[0])
