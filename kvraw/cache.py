@@ -44,7 +44,8 @@ class PagedCache:
 
     def __init__(self, layout: CacheLayout, bases: Any, device: int | None, owner: object = None) -> None:
         self.layout = layout
-        self.bases = pointer_vector("pointers", bases)
+        self.bases = pointer_vector("pointers", bases).copy()  # plans take it as unchanged
+        self.bases.flags.writeable = False
         self.device = device
         self._owner = owner
         self.plans: dict[tuple[object, ...], Any] = {}

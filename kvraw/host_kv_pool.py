@@ -270,7 +270,7 @@ class HostKVPool:
                 for pair in bases:
                     src, dst = (b.host if by_copies else b.seen for b in pair)
                     ends = Operands(src, here), Operands(dst, there)
-                    copies.append(enqueue(state, *ends, count, own, refs=(cache, self._chunk)))
+                    copies.append(enqueue(state, *ends, count, own, refs=(cache, self._chunk, here, there)))
             finally:
                 if copies and copies[-1].completion is not None:
                     self._pool.borrow(copies[-1].completion)  # those before it are over when it is

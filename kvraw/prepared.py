@@ -93,7 +93,8 @@ class PreparedCopy:
         index_names: tuple[str, str] | None = None,
     ) -> None:
         if engine == "auto":
-            engine = config.ENGINE.get()
+            asked = config.ENGINE.get()  # of every plan: what does not apply here leaves the choice
+            engine = asked if asked in (("cpu", "reference") if device is None else ("kernel", "copy")) else "auto"
         if engine not in _ENGINES or (engine != "auto" and (engine in ("kernel", "copy")) != (device is not None)):
             raise LayoutError(
                 f"engine is {engine!r} with device {device}; must be one of {', '.join(_ENGINES)} and fit it"
@@ -202,8 +203,6 @@ class PreparedCopy:
         except BaseException:
             operation.abort()
             raise
-        if captured and told is not None:
-            state.board.kept.append(completion)  # nobody holds it, and nothing tells when the graph is gone
         return Copy(completion, "kernel", self.device)
 
     def enqueue_kernel(

@@ -52,7 +52,7 @@ class Transfer:
         """Wait on the host until the copy is over, with the GIL released.
 
         Of a transfer that was captured into a graph, this reports what replays met since the last call, and waits for
-        nothing: synchronise the stream that replays first.
+        nothing: synchronise the stream that replays first. What it uses is kept as long as the process runs.
 
         Raises
         ------
@@ -163,10 +163,12 @@ class TransferPlan:
             raise LayoutError(f"engine is {named!r}, must be one of {', '.join(config.ENGINES)}")
         device = self.cache.device
         if device is None:
-            if named in GPU_ENGINES:
+            if named in GPU_ENGINES and engine is not None:  # what is asked of every plan holds where it can
                 raise PlacementError(f"the cache is in host memory; the {named} engine takes a cache on a GPU")
-            return "cpu" if named == "auto" else named
+            return "cpu" if named in ("auto", *GPU_ENGINES) else named
         if named not in ("auto", *GPU_ENGINES):
+            if engine is None:
+                return "auto"
             raise PlacementError(f"engine is {named!r}, but the cache is memory of device {device}")
         return named
 

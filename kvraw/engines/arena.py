@@ -22,8 +22,19 @@ class _Slot:
         d = driver()
         self.buffer = DeviceBuffer(nbytes, device)
         self.address = self.buffer.address
-        self.free, self.full = d.event_create(), d.event_create()
+        self.free = d.event_create()
+        try:
+            self.full = d.event_create()
+        except BaseException:
+            d.event_destroy(self.free)
+            raise
         self.used = False
+
+    def discard(self) -> None:
+        """Give everything back; nothing used it."""
+        for event in (self.free, self.full):
+            driver().event_destroy(event)
+        self.buffer.close()
 
     def acquire(self, stream: int) -> None:
         """Make a stream wait until the slot may be written again."""
@@ -55,7 +66,14 @@ class StagingRing:
         self.lock = threading.RLock()
         self.nbytes = nbytes
         self.copies, self.packs = Stream(device), Stream(device)
-        self._slots = [_Slot(nbytes, device) for _ in range(depth)]
+        self._slots: list[_Slot] = []
+        try:
+            while len(self._slots) < depth:
+                self._slots.append(_Slot(nbytes, device))
+        except BaseException:
+            for slot in self._slots:
+                slot.discard()
+            raise
         self._at = 0
         self.steps = 0
 

@@ -92,7 +92,6 @@ class Board:
         self._tickets: list[Ticket] = []
         self._free: list[Ticket] = []
         self._used = 0  # pages from the first on that hold all tickets ever taken
-        self.kept: list[Completion] = []  # of captures that nobody holds: nothing tells when the graph is gone
 
     def take(
         self, operation: Operation, finder: Finder, origin: int = 0, told: Callable[[Exception], None] | None = None

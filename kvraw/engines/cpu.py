@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import ModuleType
 
 import numpy as np
@@ -55,13 +57,32 @@ def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
     if not rest:
         work(bounds[0], bounds[-1])
         return
-    pool = _executor(threads() - 1)
-    pending = [pool.submit(work, *stretch) for stretch in rest]
+    left = deque((stretch, Future[None]()) for stretch in rest)
+    over = [future for _, future in left]
+
+    def help_out() -> None:
+        while True:
+            try:
+                stretch, future = left.popleft()
+            except IndexError:
+                return
+            try:
+                work(*stretch)
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+
+    # At the exit of the process, and where no thread can be had, this thread does what the others would.
+    with contextlib.suppress(RuntimeError):
+        pool = _executor(threads() - 1)
+        for _ in rest:
+            pool.submit(help_out)
     try:
         work(bounds[0], bounds[1])
     finally:
-        wait(pending)
-    for future in pending:
+        help_out()
+        wait(over)
+    for future in over:
         future.result()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from kvraw.arrays import U64
 from kvraw.engines.arena import StagingArena
 from kvraw.engines.board import Board
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.inflight import InFlight
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
@@ -86,9 +87,11 @@ _states: weakref.WeakKeyDictionary[CudaDriver, dict[int, DeviceState]] = weakref
 
 
 def drain() -> None:
-    """Wait for every operation on every device's books, such as before memory that they may use is given up."""
+    """Wait for all that devices in use were given, such as before memory that it may use is given up."""
     for state in list(_states.get(driver(), _NONE).values()):
         state.books.drain()
+        with DeviceScope(state.device):
+            state.owner.context_synchronize()  # copies by address alone are on nobody's books
 
 
 def device_state(device: int) -> DeviceState:

@@ -142,7 +142,8 @@ class Launch:
         with DeviceScope(self.device):
             after = functools.partial(_after, self._state, upload, then) if upload is not None or then else None
             captured = capturing(stream, self.device)
-            return Operation(self.start(stream, (), captured, refs, after, upload is not None))
+            # What `then` gives back may be in use by work that was enqueued ahead of this.
+            return Operation(self.start(stream, (), captured, refs, after, upload is not None or then is not None))
 
     def start(
         self,
@@ -182,13 +183,10 @@ class Launch:
                 words[self._status] = status
                 owner.launch(self._handle, self._ctas, self._threads, stream, self._params)
             operation.enqueued.append(stream)
-            completion = operation.commit((tensors, refs))
+            return operation.commit((tensors, refs))
         except BaseException:
             operation.abort()
             raise
-        if captured and self.told is not None:  # nobody holds it
-            board.kept.append(completion)
-        return completion
 
 
 def _after(state: DeviceState, upload: Upload | None, then: Callable[[], None] | None) -> None:

@@ -276,6 +276,7 @@ class HostBuffer(InUse):
         if self.pinned:
             return
         with self._pin_lock:
+            self.require_open()
             if not self.pinned:
                 driver()
                 if self._growth is not None:

@@ -6,8 +6,8 @@ import threading
 import weakref
 from types import TracebackType
 
-from kvraw.errors import ForkError, PlacementError
-from kvraw.runtime.driver import CudaDriver, driver, driver_or_none
+from kvraw.errors import PlacementError
+from kvraw.runtime.driver import CudaDriver, driver, driver_here
 
 __all__ = ["DeviceScope", "active_device", "current_device", "device_to_pin", "gpu_at_hand"]
 
@@ -34,10 +34,7 @@ def active_device() -> int | None:
 
 def gpu_at_hand() -> bool:
     """Whether this process can use a GPU."""
-    try:
-        return driver_or_none() is not None
-    except ForkError:  # a child that wants host memory alone may have it
-        return False
+    return driver_here() is not None  # a child that wants host memory alone may have it
 
 
 def device_to_pin(device: int | None, pin: bool | None) -> int | None:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["BatchCopy", "PointerAttributes"]
+__all__ = ["BatchCopy", "PointerAttributes", "Relaxed"]
 
 _P = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
 _ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _NO_INDEX = 2**64 - 1
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # CU_POINTER_ATTRIBUTE_* of what `PointerAttributes` answers, in its order.
 _MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE = 2, 8, 9, 3, 11, 12
 _ASKED = (_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE)
@@ -93,3 +94,32 @@ class PointerAttributes:
         kind, managed, device, there, base, size = slots
         self._free.append(answer)
         return code, kind & 0xFFFFFFFF, bool(managed & 0xFF), ctypes.c_int32(device).value, there, base, size
+
+
+class Relaxed:
+    """For a ``with`` block: what this thread does on no captured stream disturbs no capture, whoever's it is.
+
+    Without it, a capture in the default mode forbids many calls to every thread of the process, and is lost where one
+    is made. By ctypes, since cuda-python takes longer for the mode than the driver does.
+
+    Parameters
+    ----------
+    exchange : callable
+        ``cuThreadExchangeStreamCaptureMode``, made by `exchange`.
+    """
+
+    __slots__ = ("_exchange", "_mode")
+
+    def __init__(self, exchange: Callable[[object], int]) -> None:
+        self._exchange, self._mode = exchange, ctypes.c_int(_RELAXED)
+
+    @staticmethod
+    def exchange(address: int) -> Callable[[object], int]:
+        """The call at an address."""
+        return ctypes.PYFUNCTYPE(ctypes.c_int, _P)(address)
+
+    def __enter__(self) -> None:
+        self._exchange(ctypes.byref(self._mode))
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange(ctypes.byref(self._mode))

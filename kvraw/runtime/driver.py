@@ -9,15 +9,26 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 
 from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
-from kvraw.runtime.direct_calls import BatchCopy, PointerAttributes
+from kvraw.runtime.direct_calls import BatchCopy, PointerAttributes, Relaxed
 
-__all__ = ["CudaDriver", "PointerInfo", "driver", "driver_if", "driver_or_none", "install", "usable_here"]
+__all__ = [
+    "CudaDriver",
+    "PointerInfo",
+    "driver",
+    "driver_here",
+    "driver_if",
+    "driver_or_none",
+    "install",
+    "relaxed",
+    "usable_here",
+]
 
 MINIMUM_DRIVER = 12000  # CUDA 12.0 (R525): the first that takes the PTX shipped here
 
@@ -64,6 +75,7 @@ class CudaDriver:
         self._number = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
         self._batch: BatchCopy | bool | None = None
         self._attributes = PointerAttributes(self._address("cuPointerGetAttributes", MINIMUM_DRIVER))
+        self._exchange = Relaxed.exchange(self._address("cuThreadExchangeStreamCaptureMode", MINIMUM_DRIVER))
 
     def _do(self, name: str, *args: Any) -> Any:
         """Call a driver function; the values behind its result code, or a `DriverError`."""
@@ -71,6 +83,18 @@ class CudaDriver:
         if result[0]:
             self._fail(name, result[0])
         return result[1] if len(result) == 2 else result[1:]
+
+    def relaxed(self) -> AbstractContextManager[None]:
+        """For a ``with`` block around `event_done`, which a capture in progress anywhere would forbid.
+
+        Those of the other calls that it would forbid are made so by themselves.
+        """
+        return Relaxed(self._exchange)
+
+    def _undisturbed(self, name: str, *args: Any) -> Any:
+        """`_do` for a call that has no part in a capture that is in progress, on whatever thread and stream."""
+        with Relaxed(self._exchange):
+            return self._do(name, *args)
 
     def _address(self, name: str, version: int) -> int:
         """Where a driver function lies, in the form of a CUDA version; 0 where this driver has none."""
@@ -141,29 +165,29 @@ class CudaDriver:
 
     def mem_alloc(self, nbytes: int) -> int:
         """Device memory in the current context."""
-        return int(self._do("cuMemAlloc", nbytes))
+        return int(self._undisturbed("cuMemAlloc", nbytes))
 
     def mem_free(self, address: int) -> None:
         """Free device memory."""
-        self._do("cuMemFree", address)
+        self._undisturbed("cuMemFree", address)
 
     def host_alloc(self, nbytes: int) -> int:
         """Pinned memory, mapped, usable in every context."""
         flags = self._cu.CU_MEMHOSTALLOC_PORTABLE | self._cu.CU_MEMHOSTALLOC_DEVICEMAP
-        return int(self._do("cuMemHostAlloc", nbytes, flags))
+        return int(self._undisturbed("cuMemHostAlloc", nbytes, flags))
 
     def host_free(self, address: int) -> None:
         """Free pinned memory."""
-        self._do("cuMemFreeHost", address)
+        self._undisturbed("cuMemFreeHost", address)
 
     def host_register(self, address: int, nbytes: int) -> None:
         """Pin existing host memory in place, mapped, usable in every context."""
         flags = self._cu.CU_MEMHOSTREGISTER_PORTABLE | self._cu.CU_MEMHOSTREGISTER_DEVICEMAP
-        self._do("cuMemHostRegister", address, nbytes, flags)
+        self._undisturbed("cuMemHostRegister", address, nbytes, flags)
 
     def host_unregister(self, address: int) -> None:
         """Undo `host_register`."""
-        self._do("cuMemHostUnregister", address)
+        self._undisturbed("cuMemHostUnregister", address)
 
     def host_device_address(self, address: int) -> int:
         """Address at which the current context's device sees pinned host memory."""
@@ -198,7 +222,7 @@ class CudaDriver:
 
     def stream_synchronize(self, stream: int) -> None:
         """Wait on the host for all that a stream was given."""
-        self._do("cuStreamSynchronize", stream)
+        self._undisturbed("cuStreamSynchronize", stream)
 
     def stream_context(self, stream: int) -> int:
         """The context that a stream belongs to; the current one's for the default streams."""
@@ -218,6 +242,10 @@ class CudaDriver:
             self._fail("cuStreamIsCapturing", code)
         return int(status) != _CAPTURE_NONE
 
+    def context_synchronize(self) -> None:
+        """Wait on the host for all that the current context was given."""
+        self._undisturbed("cuCtxSynchronize")
+
     def event_create(self, timing: bool = False) -> int:
         """An event, without timing unless asked."""
         flags = self._cu.CUevent_flags
@@ -235,7 +263,7 @@ class CudaDriver:
             self._fail("cuEventRecord", code)
 
     def event_done(self, event: int) -> bool:
-        """Whether an event was reached."""
+        """Whether an event was reached; to be asked within `relaxed`."""
         (code,) = self._cu.cuEventQuery(event)
         if code == _NOT_READY:
             return False
@@ -245,7 +273,7 @@ class CudaDriver:
 
     def event_synchronize(self, event: int) -> None:
         """Wait on the host for an event."""
-        self._do("cuEventSynchronize", event)
+        self._undisturbed("cuEventSynchronize", event)
 
     def event_milliseconds(self, start: int, end: int) -> float:
         """Time between two timed events that were reached."""
@@ -297,11 +325,11 @@ class CudaDriver:
 
     def library_load(self, image: bytes) -> int:
         """Compile and load PTX, for every context of the process."""
-        return int(self._do("cuLibraryLoadData", image + b"\0", [], [], 0, [], [], 0))
+        return int(self._undisturbed("cuLibraryLoadData", image + b"\0", [], [], 0, [], [], 0))
 
     def library_unload(self, library: int) -> None:
         """Unload a library."""
-        self._do("cuLibraryUnload", library)
+        self._undisturbed("cuLibraryUnload", library)
 
     def library_kernel(self, library: int, name: str) -> int:
         """A kernel of a library."""
@@ -369,10 +397,20 @@ def driver_or_none() -> CudaDriver | None:
         return None
 
 
+def driver_here() -> CudaDriver | None:
+    """The driver, or None where there is none to be had, or a parent process had started it."""
+    return None if _forked else driver_or_none()
+
+
 def driver_if(known: weakref.ref[CudaDriver]) -> CudaDriver | None:
     """The driver that a finalizer was made with; None in a forked child, and where another driver was put in place."""
     found = known()
     return found if found is not None and found is _driver and not _forked else None
+
+
+def relaxed() -> AbstractContextManager[None]:
+    """`CudaDriver.relaxed` of the driver in use; nothing where this process cannot use one."""
+    return _driver.relaxed() if _driver is not None and not _forked else nullcontext()
 
 
 def usable_here() -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 
 from kvraw.errors import DriverError
-from kvraw.runtime.driver import driver
+from kvraw.runtime.driver import driver, relaxed
 
 __all__ = ["Captured", "Completion", "InFlight", "Operation"]
 
@@ -49,19 +48,21 @@ class Completion:
 
     def __repr__(self) -> str:
         where = "" if self.stream is None else f" on stream {self.stream:#x}"
-        state = "being enqueued" if self._pending else "over" if self._event is None else f"event {self._event:#x}"
+        begun = f"event {self._event:#x}" if self._event is not None else "not known to be over"
+        state = "over" if self._event is None and not self._pending else begun
         return f"transfer{where}, {state}"
 
     def done(self) -> bool:
         """Whether the operation is over; settles it if so."""
-        over = self.over()
+        with relaxed():
+            over = self.over()
         self._books.let_go()
         return over
 
     def over(self) -> bool:
         """The same for those who hold a lock: what the operation borrowed is not let go of yet.
 
-        Its end may lead to a finalizer that wants any lock.
+        Its end may lead to a finalizer that wants any lock. To be asked within the driver's `relaxed`.
         """
         if self._pending:
             return False
@@ -119,14 +120,13 @@ def _run(settle: tuple[Settle, ...]) -> Exception | None:
 
 
 class Captured(Completion):
-    """An operation captured into a graph: it runs at each replay; what it uses lives as long as this object."""
+    """An operation captured into a graph: it runs at each replay, and what it uses is never used for anything else."""
 
     __slots__ = ()
 
     def __init__(self, books: InFlight, refs: object, reports: tuple[Settle, ...], settle: tuple[Settle, ...]) -> None:
         super().__init__(books, None, None)
-        self._refs, self._reports = refs, reports
-        weakref.finalize(self, _run, settle)
+        self._refs, self._reports, self._settle = refs, reports, settle  # the last is never called
 
     def wait(self) -> None:
         """Take up what replays reported since the last call; waits for nothing."""
@@ -177,7 +177,9 @@ class Operation(Completion):
         """Record an event on the stream behind all that was enqueued, and keep `refs` until it is reached."""
         if self._event is None:
             self._pending = False
-            return Captured(self._books, refs, self._reports, self._settle)
+            made = Captured(self._books, refs, self._reports, self._settle)
+            self._books.captured.append(made)
+            return made
         self.enqueued.append(self.stream)
         try:
             books = self._books
@@ -206,7 +208,8 @@ class Operation(Completion):
         finally:
             if not over:
                 self._books.lost.append((settle, refs))  # never used again: work may still hold it
-            self._event, self._reports, self._settle, self._refs, self._pending = None, (), (), None, False
+            # What is lost counts as under way for ever: so does the memory that it borrowed.
+            self._event, self._reports, self._settle, self._refs, self._pending = None, (), (), None, not over
         if over:
             if event is not None:
                 self._books.give_event(event)
@@ -223,6 +226,7 @@ class InFlight:
         self._events: list[int] = []
         self._begun = 0
         self.lost: list[object] = []
+        self.captured: list[Captured] = []  # for good: nothing tells when the graphs are gone that replay them
         self.dead: deque[object] = deque()  # what operations that are over borrowed, to be let go of without a lock
 
     def __len__(self) -> int:
@@ -244,12 +248,12 @@ class InFlight:
         """Begin an operation on a stream, and settle old ones that are over. The device's context is current.
 
         Asking whether an event was reached costs half a launch, so a few operations are left on the books for a while;
-        and a capture that is in progress on the stream forbids it.
+        and a capture that is in progress on the stream has no time for it.
         """
         self._begun += 1
-        if not captured and (len(self._open) > _QUIET or not self._begun % (2 * _QUIET)):
+        if not captured and (len(self._open) >= 2 * _QUIET or not self._begun % (2 * _QUIET)):
             self.reap()
-        if self.dead:
+        if self.dead and not captured:
             self.let_go()
         return Operation(self, stream, captured)
 
@@ -261,13 +265,14 @@ class InFlight:
             except IndexError:  # another thread took it
                 return
 
-    def reap(self, limit: int = 4) -> None:
+    def reap(self, limit: int = 2 * _QUIET) -> None:
         """Settle old operations that are over, without waiting; an error nobody waits for is logged.
 
         One that is not over goes to the back, so that a stream that stands still does not hold up the others' books.
         """
         met: list[Exception] = []  # told outside the lock: whoever logs holds locks of his own
-        with self.settle_lock:  # `drain` must not miss what is off the books for a moment
+        # `drain` must not miss what is off the books for a moment.
+        with self.settle_lock, self.owner.relaxed():
             while self._open and limit:
                 limit -= 1
                 oldest = self._open[0]
@@ -288,7 +293,8 @@ class InFlight:
         """Wait for every operation on the books."""
         while True:
             with self.settle_lock:
-                oldest = next((one for one in self._open if not one._pending), None)
+                # A copy: other threads commit without the lock.
+                oldest = next((one for one in list(self._open) if not one._pending), None)
             if oldest is None:
                 return
             told = oldest.told

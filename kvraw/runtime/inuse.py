@@ -7,6 +7,7 @@ import time
 from collections import deque
 
 from kvraw.errors import DriverError, TransferTimeoutError
+from kvraw.runtime.driver import relaxed
 from kvraw.runtime.inflight import Completion
 
 __all__ = ["InUse"]
@@ -37,8 +38,11 @@ class InUse:
 
         Where the driver does not tell, they count as under way: whoever waits for them learns the error.
         """
+        if not self._busy:
+            return
         try:
-            self._forget()
+            with relaxed():
+                self._forget()
         except DriverError:
             return
 
@@ -57,7 +61,9 @@ class InUse:
         pause = 20e-6
         while True:
             with self._lock:
-                self._forget()
+                if self._busy:
+                    with relaxed():
+                        self._forget()
                 left = [completion for _, completion in self._busy]
             if not left:
                 return

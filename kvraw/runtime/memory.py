@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvraw.errors import PlacementError
 from kvraw.runtime.context import DeviceScope, active_device
-from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
+from kvraw.runtime.driver import CudaDriver, driver, driver_here, driver_if
 from kvraw.runtime.owner import Owner
 from kvraw.runtime.register import Registration as Registration
 
@@ -90,7 +90,7 @@ def _allocation(d: CudaDriver, address: int) -> _Allocation | None:
 
 def _look(address: int, nbytes: int) -> tuple[Where, range]:
     """Where a range lies, and the allocation that it begins in."""
-    d = driver_or_none()
+    d = driver_here()
     found = _allocation(d, address) if d is not None else None
     if d is None or found is None:
         return PAGEABLE, range(0)
@@ -221,6 +221,7 @@ class DeviceBuffer(Owner):
         with DeviceScope(device):
             self.address = d.mem_alloc(max(nbytes, 1))
         self._finalizer = weakref.finalize(self, _free_device, weakref.ref(d), device, self.address)
+        self._finalizer.atexit = False  # transfers may go on at exit; the driver ends them, and frees what they use
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -244,6 +245,7 @@ class PinnedBuffer(Owner):
         with DeviceScope(device):
             self.address = d.host_alloc(max(nbytes, 1))
             self._finalizer = weakref.finalize(self, _free_pinned, weakref.ref(d), device, self.address)
+            self._finalizer.atexit = False  # transfers may go on at exit; the driver ends them, and frees what they use
             try:
                 self.device_address = d.host_device_address(self.address)
             except BaseException:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvraw import config
 from kvraw.errors import BoundsError, DriverError
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none, usable_here
+from kvraw.runtime.driver import CudaDriver, driver, driver_here, driver_if, usable_here
 from kvraw.runtime.owner import Owner
 
 __all__ = ["Registration", "boundaries", "give_up", "is_registered", "note_allocation", "registered_bytes", "spans"]
@@ -266,7 +266,7 @@ def boundaries(addresses: U64, nbytes: U64, more: Sequence[int] | U64 = ()) -> t
     Covers what kvraw registered or allocated with the driver in use; takes no lock. It costs two binary searches per
     range, and nothing where nothing is registered.
     """
-    d = driver_or_none()
+    d = driver_here()
     book = None if d is None else _books.get(d)
     cuts = _EMPTY if book is None else book.cuts
     if len(more):
@@ -285,7 +285,7 @@ def boundaries(addresses: U64, nbytes: U64, more: Sequence[int] | U64 = ()) -> t
 
 def spans(begin: int, end: int, more: Sequence[int] = ()) -> bool:
     """Whether `boundaries` would cut the one range of these ends: in a tenth of its time."""
-    d = driver_or_none()
+    d = driver_here()
     book = None if d is None else _books.get(d)
     if book is not None:
         cuts = book.listed
@@ -297,7 +297,7 @@ def spans(begin: int, end: int, more: Sequence[int] = ()) -> bool:
 
 def is_registered(address: int, nbytes: int) -> bool:
     """Whether any part of a range is registered, or stuck in that state."""
-    d = driver_or_none() if usable_here() else None
+    d = driver_here() if usable_here() else None
     book = None if d is None else _books.get(d)
     if book is None:
         return False
@@ -307,7 +307,7 @@ def is_registered(address: int, nbytes: int) -> bool:
 
 def registered_bytes() -> tuple[int, int]:
     """How many registrations kvraw holds with the driver in use, and how many bytes they are."""
-    d = driver_or_none()
+    d = driver_here()
     book = None if d is None else _books.get(d)
     if book is None:
         return 0, 0

@@ -107,6 +107,7 @@ class Stream:
         with DeviceScope(device):
             self._handle = d.stream_create()
         self._finalizer = weakref.finalize(self, _destroy, weakref.ref(d), device, self._handle)
+        self._finalizer.atexit = False  # transfers may go on at exit; the driver ends them, and frees what they use
 
     @property
     def handle(self) -> int:

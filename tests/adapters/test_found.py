@@ -171,5 +171,5 @@ def test_a_long_capture_takes_no_memory(fake: FakeDriver, monkeypatch: pytest.Mo
     with pytest.raises(kvraw.BoundsError, match=BAD):
         rows.kernel(rows.good)
     with DeviceScope(0):
-        assert len(device_state(0).board.kept) == 301
+        assert len(device_state(0).books.captured) == 301
     assert driver() is fake

@@ -74,7 +74,12 @@ def _free(kind: str, ptr: int, size: int | None) -> None:
             raise FreeError(f"free_{kind}_ptr: size is {size}, address {ptr:#x} has {block.nbytes} bytes")
         del _live[ptr]
     if block.pinned and usable_here():
-        device_state.drain()  # transfers of ours may still use it
+        try:
+            device_state.drain()  # transfers may still use it
+        except BaseException:
+            with _lock:
+                _live[ptr] = block
+            raise
     block.release()
 
 

@@ -185,20 +185,28 @@ class Recorder:
 
     def _poll(self) -> None:
         """Take up what the streams got to, in the order of time."""
-        found = []
-        for (device, stream), queue in list(self._queues.items()):
-            with DeviceScope(device):
-                while queue and driver().event_done(queue[0].event):
-                    record = queue.popleft()
-                    assert record.clock is not None
-                    assert record.anchor is not None
-                    record.at = record.clock.when(record.stream, record.anchor, record.event)
-                    self._events.setdefault(device, []).append(record.event)
-                    found.append(record)
-            if not queue:
-                self._queues.pop((device, stream), None)
-        for record in sorted(found, key=lambda r: (r.at, r.order)):
-            self._take_up(record)
+        found: list[_Record] = []
+        try:
+            with driver().relaxed():
+                for (device, stream), queue in list(self._queues.items()):
+                    with DeviceScope(device):
+                        self._poll_one(queue, self._events.setdefault(device, []), found)
+                    if not queue:
+                        self._queues.pop((device, stream), None)
+        finally:  # where the driver fails, what was found by then is not lost, nor what was not looked at
+            for record in sorted(found, key=lambda r: (r.at, r.order)):
+                self._take_up(record)
+
+    @staticmethod
+    def _poll_one(queue: deque[_Record], events: list[int], found: list[_Record]) -> None:
+        while queue and driver().event_done(queue[0].event):
+            record = queue[0]
+            assert record.clock is not None
+            assert record.anchor is not None
+            record.at = record.clock.when(record.stream, record.anchor, record.event)
+            queue.popleft()
+            events.append(record.event)
+            found.append(record)
 
     def drain(self) -> list[_Record]:
         """What the streams got to since the last call."""
