@@ -19,6 +19,7 @@ from kvraw.formats import ChunkLayout
 from kvraw.layout import chunk_side, copy_plan, find_chunk_layout
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Completion
+from kvraw.runtime.inuse import Running
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["Direction", "Transfer", "TransferPlan"]
@@ -220,10 +221,16 @@ class TransferPlan:
         if count > 0:
             paged, flat = Operands(self.cache.bases, index), Operands(row.addresses)
             src, dst = (paged, flat) if self.direction == "store" else (flat, paged)
-            if self._cpu is not None:
-                self._cpu.copy(src, dst, skip, count)
-            else:
-                reference.copy(self.plan, src, dst, skip, count)
+            running = Running()  # another thread may free chunks or close their pool meanwhile
+            try:
+                for pool in row.pools:
+                    pool.borrow(running)
+                if self._cpu is not None:
+                    self._cpu.copy(src, dst, skip, count)
+                else:
+                    reference.copy(self.plan, src, dst, skip, count)
+            finally:
+                running.end()
         return Transfer(self, None, self._done)
 
     def _check(self, row: ChunkRow, index: IndexVector, skip: int) -> None:

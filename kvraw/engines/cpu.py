@@ -8,8 +8,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from kvraw import config
 from kvraw.arrays import U64
 from kvraw.engines.operands import Operands
 from kvraw.plan import CopyPlan, Side
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["CpuPlan", "copy_batch", "in_parts", "threads", "warm_up"]
 
@@ -43,6 +46,8 @@ def _kernels() -> ModuleType:
 
 
 def _executor(workers: int) -> ThreadPoolExecutor:
+    from concurrent.futures import ThreadPoolExecutor  # at the exit of the process, this raises as `submit` does
+
     global _pool, _pool_key
     with _lock:
         key = (os.getpid(), workers)  # a forked child has none of its parent's threads
@@ -51,39 +56,72 @@ def _executor(workers: int) -> ThreadPoolExecutor:
         return _pool
 
 
-def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
-    """Do each stretch between neighbouring bounds, the first on the calling thread."""
-    rest = list(itertools.pairwise(bounds[1:]))
-    if not rest:
-        work(bounds[0], bounds[-1])
-        return
-    left = deque((stretch, Future[None]()) for stretch in rest)
-    over = [future for _, future in left]
+class _Crew:
+    """Stretches of work that the calling thread and those of the pool take, one after the other."""
 
-    def help_out() -> None:
+    def __init__(self, work: Callable[[int, int], None], stretches: list[tuple[int, int]]) -> None:
+        self._work, self._left = work, deque(stretches)
+        self._changed = threading.Condition()
+        self._busy = 0
+        self.errors: list[BaseException] = []
+
+    def help_out(self) -> None:
+        """Do what is left; on a thread of the pool, however late it gets to it."""
+        while True:
+            with self._changed:
+                if not self._left:
+                    return
+                stretch = self._left.popleft()
+                self._busy += 1
+            try:
+                self._work(*stretch)
+            except BaseException as error:
+                self.errors.append(error)
+            with self._changed:
+                self._busy -= 1
+                if not self._busy:
+                    self._changed.notify_all()
+
+    def lead(self) -> None:
+        """Do what is left; on the calling thread."""
+        while self._left:
+            with contextlib.suppress(IndexError):  # another thread took it
+                self._work(*self._left.popleft())
+
+    def dismiss(self) -> None:
+        """Begin nothing more, and wait for what is under way: also where a signal raises meanwhile, and then raise."""
+        raised = None
         while True:
             try:
-                stretch, future = left.popleft()
-            except IndexError:
-                return
-            try:
-                work(*stretch)
-                future.set_result(None)
+                with self._changed:
+                    self._left.clear()
+                    while self._busy:
+                        self._changed.wait()
+                break
             except BaseException as error:
-                future.set_exception(error)
+                raised = error
+        if raised is not None:
+            raise raised
 
-    # At the exit of the process, and where no thread can be had, this thread does what the others would.
-    with contextlib.suppress(RuntimeError):
-        pool = _executor(threads() - 1)
-        for _ in rest:
-            pool.submit(help_out)
+
+def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
+    """Do each stretch between neighbouring bounds, on several threads; none goes on once this returns or raises."""
+    stretches = list(itertools.pairwise(bounds))
+    if len(stretches) == 1:
+        work(*stretches[0])
+        return
+    crew = _Crew(work, stretches)
     try:
-        work(bounds[0], bounds[1])
+        # At the exit of the process, and where no thread can be had, this thread does what the others would.
+        with contextlib.suppress(RuntimeError):
+            pool = _executor(threads() - 1)
+            for _ in stretches[1:]:
+                pool.submit(crew.help_out)
+        crew.lead()
     finally:
-        help_out()
-        wait(over)
-    for future in over:
-        future.result()
+        crew.dismiss()
+    if crew.errors:
+        raise crew.errors[0]
 
 
 def in_parts(work: Callable[[int, int], None], count: int, most: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import weakref
+from collections import deque
 from types import TracebackType
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from kvraw.runtime.driver import driver, usable_here
 from kvraw.runtime.facts import HostFacts, observe
 from kvraw.runtime.host_map import HostMemory, HostOptions, attach_memory, borrow_memory, obtain_memory
 from kvraw.runtime.inflight import Completion
-from kvraw.runtime.inuse import InUse
+from kvraw.runtime.inuse import InUse, Running
 from kvraw.runtime.populate import populate_threads
 from kvraw.runtime.prepare import Growth, Preparation
 from kvraw.runtime.register import Registration, give_up
@@ -247,7 +248,7 @@ class HostBuffer(InUse):
                 raise growth.error.with_traceback(None)
         self.require_open()
 
-    def borrow(self, completion: Completion) -> None:
+    def borrow(self, completion: Completion | Running) -> None:
         """Note an operation that uses this memory, which must be open: a `close` that comes now waits for it."""
         with self._lock:
             self.require_open()
@@ -359,7 +360,7 @@ class HostBuffer(InUse):
             if self._gone:
                 return
             self._closed = True
-        if self._forked or (self._busy and not usable_here()):
+        if self._forked or (not usable_here() and self._on_devices()):
             self._gone = True  # in a forked child all of it is the parent's
             return
         if self._growth is not None:
@@ -399,6 +400,7 @@ def _in_child() -> None:
     """In a forked child: other threads' locks are nobody's, threads are gone, and what was pinned is not there."""
     for buffer in list(_live):
         buffer._lock, buffer._pin_lock = threading.RLock(), threading.RLock()
+        buffer._busy = deque(buffer._on_devices())
         growing = buffer._growth is not None and buffer._ready < buffer.nbytes
         buffer._forked = growing or bool(buffer._memory.registrations) or buffer._memory.kind == "pinned"
         buffer._growth = None

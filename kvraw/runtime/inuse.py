@@ -10,7 +10,29 @@ from kvraw.errors import DriverError, TransferTimeoutError
 from kvraw.runtime.driver import relaxed
 from kvraw.runtime.inflight import Completion
 
-__all__ = ["InUse"]
+__all__ = ["InUse", "Running"]
+
+
+class Running:
+    """A thread's own work on memory, for `InUse.borrow`: over once `end` was called."""
+
+    __slots__ = ("_over", "_thread")
+
+    def __init__(self) -> None:
+        self._over, self._thread = False, threading.current_thread().name
+
+    def __repr__(self) -> str:
+        return f"a transfer of thread {self._thread}"
+
+    def end(self) -> None:
+        """The work is over."""
+        self._over = True
+
+    def over(self) -> bool:
+        """Whether it is."""
+        return self._over
+
+    done = over
 
 
 class InUse:
@@ -19,10 +41,10 @@ class InUse:
     def __init__(self) -> None:
         # Re-entrant: a transfer that is found to be over lets go of its arguments, whose end may lead back here.
         self._lock = threading.RLock()
-        self._busy: deque[tuple[int, Completion]] = deque()  # the front is not known to be over
+        self._busy: deque[tuple[int, Completion | Running]] = deque()  # the front is not known to be over
         self._sequence = 0
 
-    def borrow(self, completion: Completion) -> None:
+    def borrow(self, completion: Completion | Running) -> None:
         """Note an operation that uses this memory; `close`, and the reuse of what is freed later, wait for it.
 
         To be called ahead of the enqueueing: memory that another thread frees meanwhile is then not handed out again.
@@ -32,6 +54,10 @@ class InUse:
             self._busy.append((self._sequence, completion))
             if len(self._busy) % 64 == 0:
                 self._settle()
+
+    def _on_devices(self) -> list[tuple[int, Completion | Running]]:
+        """What may be under way and is not the work of a thread."""
+        return [one for one in self._busy if type(one[1]) is not Running]
 
     def _settle(self) -> None:
         """Forget the operations at the front that are over. The lock is held.
