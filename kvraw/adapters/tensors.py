@@ -142,7 +142,7 @@ class Ranges(NamedTuple):
     link, pageable : bool
         Host memory is among them; pageable memory is.
     edges : tuple of int
-        Where host allocations and registrations that they lie in end: copies of neighbours must not grow over one.
+        Where allocations and registrations that they lie in end: copies of neighbours must not grow over one.
     """
 
     seen: U64
@@ -174,7 +174,7 @@ def find_ranges(addresses: U64, nbytes: int | U64) -> Ranges:
             return _find_slowly(addresses, nbytes)  # the GPU sees it elsewhere
         else:
             link = True
-            edges.append(stop)
+        edges.append(stop)
         if high <= stop:
             return Ranges(addresses, frozenset(devices), link, edges=tuple(edges))
         if ascending is None:

@@ -18,6 +18,8 @@ from kvraw.runtime.stream import LEGACY
 
 __all__ = ["Descriptors", "describe", "enqueue", "holder", "merge", "split"]
 
+_NONE = np.zeros(0, np.uint64)
+
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
@@ -76,13 +78,22 @@ def describe(plan: CopyPlan, src: Operands, dst: Operands, first: int, count: in
     return Descriptors(target.ravel(), source.ravel(), np.full(target.size, plan.run_bytes, np.uint64))
 
 
-def merge(d: Descriptors) -> Descriptors:
-    """Join neighbours that follow each other on both sides, in ascending and then in descending order."""
+def merge(d: Descriptors, apart: U64 = _NONE) -> Descriptors:
+    """Join neighbours that follow each other on both sides, in ascending and then in descending order.
+
+    None that begins at one of `apart`, ascending, is joined to what ends there: such as base addresses of tensors,
+    since neighbours in device memory may be allocations of their own, and the driver refuses a copy of both.
+    """
     for ascending in (True, False):
         if len(d) < 2:
             return d
         low, high = (slice(None, -1), slice(1, None)) if ascending else (slice(1, None), slice(None, -1))
         joined = (d.dst[low] + d.sizes[low] == d.dst[high]) & (d.src[low] + d.sizes[low] == d.src[high])
+        if len(apart) and joined.any():
+            at = np.flatnonzero(joined)
+            for begin in (d.dst[high][at], d.src[high][at]):
+                found = np.searchsorted(apart, begin)
+                joined[at[apart[np.minimum(found, len(apart) - 1)] == begin]] = False
         if not joined.any():
             continue
         starts = np.flatnonzero(np.concatenate([[True], ~joined]))
@@ -165,9 +176,11 @@ def holder(d: Descriptors, made: Descriptors, at: int) -> int | None:
     return int(found[0]) if len(found) else None
 
 
-def _spans(starts: tuple[int, int], nbytes: tuple[int, int], edges: Sequence[int]) -> bool:
-    """Whether a range of destination or source spans an end of a registration, or one of `edges`."""
-    return any(spans(start, start + size, edges) for start, size in zip(starts, nbytes, strict=True))
+def _in_one(call: CudaDriver, start: int, nbytes: int, edges: Sequence[int]) -> bool:
+    """Whether a range lies in one allocation or registration, and spans none of `edges`."""
+    info = call.pointer_info(start)
+    end = start + nbytes
+    return info is not None and end <= info.base + info.size and not spans(start, end, edges)
 
 
 def _one_by_one(call: CudaDriver, d: Descriptors, stream: int, edges: Sequence[int]) -> None:
@@ -188,8 +201,8 @@ def _one_by_one(call: CudaDriver, d: Descriptors, stream: int, edges: Sequence[i
         if rows >= 3:
             starts, pitches = (int(d.dst[at]), int(d.src[at])), (int(steps[0, at]), int(steps[1, at]))
             reach = pitches[0] * (rows - 1) + width, pitches[1] * (rows - 1) + width
-            # Longer pitches are refused; and rows of one copy must lie in one registration, as a copy's bytes must.
-            if max(pitches) < 1 << 31 and not _spans(starts, reach, edges):
+            # Longer pitches are refused; and rows of one copy must lie in one allocation, as a copy's bytes must.
+            if max(pitches) < 1 << 31 and all(map(_in_one, (call, call), starts, reach, (edges, edges))):
                 call.memcpy_2d_async(starts[0], pitches[0], starts[1], pitches[1], width, rows, stream)
                 at += rows
                 continue

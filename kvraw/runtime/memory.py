@@ -29,7 +29,7 @@ class Where:
     device_address : int
         Address at which a GPU sees it; 0 for pageable memory.
     edges : tuple of int
-        Where registrations that the range lies in end, whoever registered them: no copy may span one.
+        Where the allocation, or registrations, that the range lies in end, whoever made them: no copy may span one.
     """
 
     device: int | None
@@ -96,7 +96,7 @@ def _look(address: int, nbytes: int) -> tuple[Where, range]:
         return PAGEABLE, range(0)
     inside = range(found.start, found.stop)
     if found.device is not None:
-        return Where(found.device, address), inside
+        return Where(found.device, address, (found.stop,)), inside
     # A range over several registrations is one range for a kernel when they are neighbours at one distance.
     end, reach = address + max(nbytes, 1), found.stop
     edges = [reach]
@@ -124,7 +124,7 @@ class Located(NamedTuple):
     devices : numpy.ndarray of int64
         The device that holds each; -1 for host memory.
     edges : tuple of int
-        Where registrations that the ranges lie in end, whoever registered them: no copy may span one.
+        Where allocations and registrations that the ranges lie in end, whoever made them: no copy may span one.
     """
 
     seen: npt.NDArray[np.uint64]
@@ -193,10 +193,10 @@ def locate_all(addresses: npt.NDArray[np.uint64], nbytes: int = 1) -> Located:
         inside = (at >= np.uint64(allocation.start)) & (at < end)
         mine, at = left[inside], at[inside]
         seen[mine] = at + np.uint64((where.device_address - first) % 2**64)
+        edges += where.edges
         if where.device is not None:
             devices[mine] = where.device
         else:
-            edges += where.edges
             for k in mine[at + np.uint64(nbytes) > end]:  # over the end of a registration: another may follow
                 over = locate(int(addresses[k]), nbytes)
                 seen[k] = over.device_address

@@ -122,7 +122,7 @@ def test_what_is_found_of_ranges(fake: FakeDriver, w: TorchLike, mixed: bool) ->
     with DeviceScope(0):
         found = tensors.find_ranges(at, np.array([8, 256, 64], np.uint64) if mixed else 64)
     assert (found.devices, found.link, found.pageable) == (frozenset([0]), True, False)
-    assert set(found.edges) == {host.address + PAGE, host.address + 2 * PAGE}
+    assert set(found.edges) == {host.address + PAGE, host.address + 2 * PAGE, device.data_ptr() + 256}
     over = tensors.find_ranges(at, np.array([PAGE + 1, 256, 64], np.uint64) if mixed else PAGE + 65)
     assert over.pageable
     host.close()

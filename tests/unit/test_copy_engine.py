@@ -160,3 +160,16 @@ def test_a_refused_batch_names_the_callers_entry(fake: FakeDriver) -> None:
             kvraw.memcpy_batch(dst, src, [64, 0, 8, 64], stream=stream, device=0)
         assert caught.value.index == 2
         stream.synchronize()
+
+
+def test_no_copy_grows_over_a_base_address() -> None:
+    up = np.arange(0, 8 * 64, 64, dtype=np.uint64)
+    for order in (slice(None), slice(None, None, -1)):
+        d = Descriptors((up + 4096)[order], (up + 9000)[order], np.full(8, 64, np.uint64))
+        assert len(copy_engine.merge(d)) == 1
+        for apart in ([4096 + 128], [9000 + 128], [4096, 9000, 4096 + 128, 9000 + 128, 20000]):
+            found = copy_engine.merge(d, np.unique(np.array(apart, np.uint64)))
+            assert sorted(zip(found.dst.tolist(), found.src.tolist(), found.sizes.tolist(), strict=True)) == [
+                (4096, 9000, 128),
+                (4096 + 128, 9000 + 128, 6 * 64),
+            ]
