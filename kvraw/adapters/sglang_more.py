@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,24 +21,19 @@ _INTS = ("int64", "int32")
 _WARPS = 32
 
 
-@lru_cache(maxsize=1024)
-def _row_stride(name: str, shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> int:
+def _row_stride(name: str, tensor: Any, dim: int) -> int:
     """Elements from row to row of a tensor with gaps, whose last axes make rows of `dim` elements."""
-    row = 1
-    for n, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
-        if n != 1 and step != row:
-            raise LayoutError(f"{name} has shape {tuple(shape)}, strides {strides}: gaps inside a row")
-        row *= n
+    row, step = tensors.row_of(name, tensor.shape, tensor.stride())
     if row != dim:
         raise LayoutError(f"{name} has rows of {row} elements, must have {dim}")
-    return int(strides[0])
+    return step
 
 
 def _one_stride(name: str, group: tuple[Any, ...], size: int, dim: int) -> int:
     """Bytes from row to row of tensors whose rows have `dim` elements of `size` bytes."""
     found = 0
     for t in group:
-        step = dim if t.is_contiguous() else _row_stride(name, t.shape, t.stride(), dim)
+        step = dim if t.is_contiguous() else _row_stride(name, t, dim)
         if t.numel() % dim:
             raise LayoutError(f"{name} has shape {tuple(t.shape)}, must hold whole rows of {dim} elements")
         if t.element_size() != size:

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import found, sglang, sglang_direct, tensors
+from kvraw.adapters import sglang, sglang_direct, tensors
 from tests.helpers import kv_oracle as oracle
 from tests.helpers.torch_like import Tensor, TorchLike
 
 LAYERS, TOKENS, PAGE = 3, 24, 4
-
-
-@pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
-def w(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    found._found[0].clear()
-    if request.param == "cpu":
-        yield TorchLike(None)
-        return
-    request.getfixturevalue("gpu" if request.param == "gpu" else "fake")
-    made = TorchLike(0).install(monkeypatch)
-    yield made
-    made.synchronize()
 
 
 def bytes_of(*shape: int, seed: int = 0) -> np.ndarray:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import found, vllm
+from kvraw.adapters import vllm
 from tests.helpers.torch_like import TorchLike
 
 BLOCKS = 20
-
-
-@pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
-def w(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    found._found[0].clear()
-    if request.param == "cpu":
-        yield TorchLike(None)
-        return
-    request.getfixturevalue("gpu" if request.param == "gpu" else "fake")
-    made = TorchLike(0).install(monkeypatch)
-    yield made
-    made.synchronize()
 
 
 WAYS = [("device", "pinned"), ("pinned", "device"), ("device", "device"), ("device", "host"), ("host", "device")]
