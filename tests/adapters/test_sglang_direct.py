@@ -72,9 +72,33 @@ def test_tokens_of_views_with_gaps(w: TorchLike) -> None:
     sglang.transfer_kv_direct(*views, ids(w, [3, 4, 5, 1], False), ids(w, [0, 1, 2, 9], False), 1)
     b[:, [0, 1, 2, 9]] = a[[3, 4, 5, 1]].transpose(1, 0, 2)
     same(w, [(src, a), (dst, b)])
-    wrong = dst.select(2, 0)
-    with pytest.raises(kvraw.LayoutError, match="gaps inside a token's bytes"):
-        sglang.transfer_kv_direct([wrong], [wrong], ids(w, [0], False), ids(w, [1], False), 1)
+    flat, narrow = dst.select(2, 0), w.put(kinds[0], bytes_of(TOKENS, 2))
+    with pytest.raises(kvraw.LayoutError, match=r"src_layers\[0\] has .*: gaps inside a token's bytes"):
+        sglang.transfer_kv_direct([flat], [narrow], ids(w, [0], False), ids(w, [1], False), 1)
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+@pytest.mark.parametrize("gaps", ["src", "dst", "both"])
+def test_tokens_with_gaps_inside(w: TorchLike, gaps: str, axis: int) -> None:
+    """Between pairs of heads, heads and elements, on one side and on both; the layer beside them has none."""
+    wide, dense = [TOKENS, 3, 2, 6], bytes_of(TOKENS, 3, 2, 6, seed=1)
+    wide.insert(axis + 1, 2)
+    arrays, parts, views = [], [], []
+    for k, name in enumerate(("src", "dst")):
+        a = bytes_of(*wide, seed=k) if gaps in (name, "both") else dense.copy()
+        t = w.put(w.kinds[k], a)
+        arrays.append((t, a))
+        parts.append(np.moveaxis(a, axis + 1, 0)[1] if a.ndim == 5 else a)
+        views.append(t.select(axis + 1, 1) if a.ndim == 5 else t)
+    more = [bytes_of(TOKENS, 40, seed=k + 9) for k in (0, 1)]
+    beside = [w.put(kind, a) for kind, a in zip(w.kinds, more, strict=True)]
+    reads, writes = [3, 4, 5, 1], [0, 1, 2, 9]
+    for _ in range(2):
+        sglang.transfer_kv_direct(
+            [views[0], beside[0]], [views[1], beside[1]], ids(w, reads, False), ids(w, writes, True), 1
+        )
+    parts[1][writes], more[1][writes] = parts[0][reads], more[0][reads]
+    same(w, [*arrays, *zip(beside, more, strict=True)])
 
 
 @pytest.mark.parametrize("page", [1, 3, 4, 24])
