@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -207,10 +207,12 @@ def bounded(name: str, values: I64, most: int, step: int = 1) -> None:
     raise BoundsError(f"{name}[{at * step}] is {values[at]}{what}, must be in [0, {most})")
 
 
-def _runs(src: Any, dst: Any) -> tuple[int, list[tuple[int, int]]]:
-    """Bytes of the runs that a token is on both sides, and where they begin in it; tokens are of one shape."""
-    shape, size, at = tuple(src.shape), int(src.element_size()), len(src.shape)
-    steps = [[int(s) * size for s in t.stride()] for t in (src, dst)]
+@lru_cache(maxsize=256)
+def _runs(
+    shape: tuple[int, ...], src_strides: tuple[int, ...], dst_strides: tuple[int, ...], size: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes of the runs that a token is on both sides, and where they begin in it; `size` is bytes of an element."""
+    at, steps = len(shape), [[int(s) * size for s in strides] for strides in (src_strides, dst_strides)]
     run = size
     while at > 1 and (shape[at - 1] == 1 or steps[0][at - 1] == steps[1][at - 1] == run):
         at -= 1
@@ -226,7 +228,7 @@ def _token_groups(src: Sequence[Any], dst: Sequence[Any]) -> _Ready:
     members: dict[tuple[int, tuple[int, int]], list[tuple[int, int]]] = {}
     for k, (a, b) in enumerate(zip(src, dst, strict=True)):
         if len(a.shape) > 0 and a.shape[1:] == b.shape[1:] and a.dtype == b.dtype:
-            run, begins = _runs(a, b)
+            run, begins = _runs(a.shape, a.stride(), b.stride(), a.element_size())
         else:
             x, y = _rows(f"src_layers[{k}]", a, 1), _rows(f"dst_layers[{k}]", b, 1)
             run, begins = x.row, [(0, 0)]
