@@ -328,11 +328,13 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
 
 
 def index_array(tensor: Any) -> I64:
-    """Indices on the host as they are: int64, or int32 widened."""
+    """Indices on the host as they are: int64, or other integers widened."""
     # What torch offers itself takes half as long as numpy's way to it.
     array = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
     if array.ndim == 1 and array.dtype == np.int64 and array.flags.c_contiguous:
         return array
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"indices hold {array.dtype}, must hold integers")
     return np.ascontiguousarray(array.ravel(), np.int64)
 
 

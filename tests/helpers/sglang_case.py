@@ -1,4 +1,4 @@
-"""One of SGLang's kernel operations, on arrays and on tensors of the same bytes."""
+"""What the tests of SGLang's operations share: bytes as arrays and as tensors, and an operation on both."""
 
 from __future__ import annotations
 
@@ -40,8 +40,25 @@ OPS = [
     Op("transfer_kv_all_layer_mla_lf_pf", "lf", "pf", True, True),
 ]
 BY_NAME = {op.name: op for op in OPS}
-LAYERS, TOKENS = 3, 24
+LAYERS, TOKENS, PAGE = 3, 24, 4
 SRC, DST = [5, 0, 23, 7, 6, 12], [1, 9, 2, 22, 23, 0]  # what some tests move
+
+
+def bytes_of(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def same(w: TorchLike, pairs: list[tuple[Tensor, np.ndarray]]) -> None:
+    for tensor, array in pairs:
+        np.testing.assert_array_equal(w.take(tensor), array)
+
+
+def tokens_of(pages: list[int]) -> list[int]:
+    return [p * PAGE + k for p in pages for k in range(PAGE)]
+
+
+def ids(w: TorchLike, values: list[int], on_device: bool) -> Tensor:
+    return w.put("device" if on_device and w.stream is not None else "host", np.array(values, np.int64))
 
 
 class Case:
