@@ -124,9 +124,8 @@ class _Loader(Loader):
         vars(module).update(names)  # before theirs is loaded: it may import what imports this module
         theirs = _load(self._theirs, module) if isinstance(self._theirs, ModuleSpec) else self._theirs
         vars(module).update(_public(theirs) | names)
-        if (
-            theirs is not None and theirs is not module
-        ):  # some compiled modules, loaded again, put their names into the present one
+        # Some compiled modules that are loaded again do not come anew: they put their names into the present one.
+        if theirs is not None and theirs is not module:
             module._theirs = theirs  # type: ignore[attr-defined]
         sys.modules[module.__name__] = module
 
