@@ -28,11 +28,13 @@ from kvraw.adapters.sglang_staged import (
     transfer_hicache_all_layer_mla_staged_lf_pf,
     transfer_hicache_all_layer_staged_lf_pf,
 )
+from kvraw.adapters.stand_in import stand_in
 
 __all__ = [
     "can_use_hicache_jit_kernel",
     "can_use_write_back_jit_kernel",
     "copy_all_layer_kv_cache_cpu",
+    "install",
     "is_hip",
     "transfer_embedding_ranges_direct",
     "transfer_hicache_all_layer",
@@ -58,6 +60,15 @@ __all__ = [
     "transfer_kv_per_layer_pfdhg_lf",
     "transfer_kv_per_layer_ph_lf",
 ]
+
+
+def install() -> None:
+    """Make SGLang use kvraw in this process: ``sgl_kernel.kvcacheio`` becomes the operations here.
+
+    So do those of its names that ``sgl_kernel`` itself has. All else stays its own, and where it is absent or does not
+    load, importing it fails as ever. Call it before ``sgl_kernel`` is imported: it imports nothing itself. Idempotent.
+    """
+    stand_in("sgl_kernel", ("kvcacheio",), lambda: {name: globals()[name] for name in __all__ if name != "install"})
 
 
 def is_hip() -> bool:

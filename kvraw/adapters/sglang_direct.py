@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -206,21 +207,43 @@ def bounded(name: str, values: I64, most: int, step: int = 1) -> None:
     raise BoundsError(f"{name}[{at * step}] is {values[at]}{what}, must be in [0, {most})")
 
 
+@lru_cache(maxsize=256)
+def _runs(
+    shape: tuple[int, ...], src_strides: tuple[int, ...], dst_strides: tuple[int, ...], size: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes of the runs that a token is on both sides, and where they begin in it; `size` is bytes of an element."""
+    at, steps = len(shape), [[int(s) * size for s in strides] for strides in (src_strides, dst_strides)]
+    run = size
+    while at > 1 and (shape[at - 1] == 1 or steps[0][at - 1] == steps[1][at - 1] == run):
+        at -= 1
+        run *= int(shape[at])
+    if at <= 1:
+        return run, [(0, 0)]
+    inner = np.indices(shape[1:at]).reshape(at - 1, prod(shape[1:at]))
+    begins = [(np.array(side[1:at], np.int64) @ inner).tolist() for side in steps]
+    return run, list(zip(*begins, strict=True))
+
+
 def _token_groups(src: Sequence[Any], dst: Sequence[Any]) -> _Ready:
-    views = _all_rows("src_layers", src, 1), _all_rows("dst_layers", dst, 1)
-    members: dict[tuple[int, int, int], list[int]] = {}
-    for k, (a, b, x, y) in enumerate(zip(src, dst, *views, strict=True)):
-        if x.row != y.row or a.dtype != b.dtype:
-            raise LayoutError(
-                f"a token of src_layers[{k}] has {x.row} bytes, of dst_layers[{k}] {y.row}, or types differ"
-            )
-        if x.row:
-            members.setdefault((x.row, x.steps[0], y.steps[0]), []).append(k)
+    members: dict[tuple[int, tuple[int, int]], list[tuple[int, int]]] = {}
+    for k, (a, b) in enumerate(zip(src, dst, strict=True)):
+        if len(a.shape) > 0 and a.shape[1:] == b.shape[1:] and a.dtype == b.dtype:
+            run, begins = _runs(a.shape, a.stride(), b.stride(), a.element_size())
+        else:
+            x, y = _rows(f"src_layers[{k}]", a, 1), _rows(f"dst_layers[{k}]", b, 1)
+            run, begins = x.row, [(0, 0)]
+            if x.row != y.row or a.dtype != b.dtype:
+                raise LayoutError(
+                    f"a token of src_layers[{k}] has {x.row} bytes, of dst_layers[{k}] {y.row}, or types differ"
+                )
+        if run and begins:
+            size, bases = int(a.element_size()), (int(a.data_ptr()), int(b.data_ptr()))
+            kind = run, (int(a.stride()[0]) * size, int(b.stride()[0]) * size)
+            members.setdefault(kind, []).extend((bases[0] + i, bases[1] + j) for i, j in begins)
     groups = [
-        _group([src[k].data_ptr() for k in ks], [dst[k].data_ptr() for k in ks], row, (step, to))
-        for (row, step, to), ks in members.items()
+        _group([at for at, _ in ends], [to for _, to in ends], run, steps) for (run, steps), ends in members.items()
     ]
-    most = min(v.sizes[0] for v in views[0]), min(v.sizes[0] for v in views[1])
+    most = min(int(t.shape[0]) for t in src), min(int(t.shape[0]) for t in dst)
     return _ready(groups, most, src, dst)
 
 

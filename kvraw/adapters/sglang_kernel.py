@@ -28,8 +28,8 @@ End = tuple[str, int, tuple[Any, ...]]
 """One side of an operation: layout, dim and tensors.
 
 The layout is a name of `_STRIDES`, or "table": one base address per layer, each as "lf". The dim is the bytes of one
-token of all layers ("pf", "ph", "hg"), or from one token to the next where that is not the item ("lf", "table"; else
-0). The tensors are K and V, or one: memory, or tables of addresses.
+token of all layers ("pf", "ph", "hg"), or from one token to the next ("lf", "table"; 0: as the tensors' strides have
+it, or the item for a table). The tensors are K and V, or one: memory, or tables of addresses.
 """
 
 Numbers = tuple[int, int, int, int, int]
@@ -77,17 +77,20 @@ def default_quota(given: int | None) -> int:
         raise ValueError(f"environment variable {QUOTA_VARIABLE}={text!r} must be a number of thread blocks") from None
 
 
-_Fields = tuple[int, int, Any, int, int]
+_Fields = tuple[int, int, Any, int, object]
 
 
 def _see(group: tuple[Any, ...]) -> tuple[_Fields, ...]:
     """What of tensors decides how they are used, as a part of the key of ready copies.
 
-    Address, values, dtype, device, and True where it has no gaps, else the bytes that it reaches over.
+    Address, values, dtype, device, and True where it has no gaps, else how its values lie.
     """
-    return tuple(
-        [(t.data_ptr(), t.numel(), t.dtype, t.get_device(), t.is_contiguous() or tensors.reach(t)) for t in group]
-    )
+    return tuple([(t.data_ptr(), t.numel(), t.dtype, t.get_device(), t.is_contiguous() or _gaps(t)) for t in group])
+
+
+def _gaps(tensor: Any) -> tuple[object, ...]:
+    """Bytes that a tensor with gaps reaches over, and its axes."""
+    return tensors.reach(tensor), tensor.shape, tensor.stride()
 
 
 class _Seen(NamedTuple):
@@ -96,14 +99,13 @@ class _Seen(NamedTuple):
     address: int
     values: int
     dtype: str
-    nbytes: int
     is_cuda: bool
     dense: bool
 
 
 def _seen(tensor: Any) -> _Seen:
     at, count, name = int(tensor.data_ptr()), int(tensor.numel()), tensors.dtype_name(tensor)
-    return _Seen(at, count, name, tensors.reach(tensor), bool(tensor.is_cuda), bool(tensor.is_contiguous()))
+    return _Seen(at, count, name, bool(tensor.is_cuda), bool(tensor.is_contiguous()))
 
 
 class _Side(NamedTuple):
@@ -137,12 +139,11 @@ class _Ready(NamedTuple):
     dst: _Side
 
 
-def _limit(layout: str, dim: int, seen: tuple[_Seen, ...], rows: Rows) -> int:
+def _limit(layout: str, dim: int, group: tuple[Any, ...], rows: Rows) -> int:
     """Tokens that an end holds."""
-    held = min(t.nbytes for t in seen)
     if layout == "lf":
-        return (held - rows.item) // (dim or rows.item) + 1 if held >= rows.item else 0
-    return held // (dim * rows.page) * rows.page
+        return min(int(t.numel()) * int(t.element_size()) for t in group) // rows.item
+    return min(tensors.reach(t) for t in group) // (dim * rows.page) * rows.page
 
 
 def _check_rows(name: str, layout: str, dim: int, rows: Rows) -> None:
@@ -177,11 +178,13 @@ def _check_tables(name: str, seen: tuple[_Seen, ...], rows: Rows, device: int | 
 
 def _end(name: str, end: End, rows: Rows, device: int | None) -> _Side:
     layout, dim, group = end
+    _check_rows(name, layout, dim, rows)
+    if layout == "lf" and not dim:
+        dim = tensors.token_stride(name, group, rows.item)
     seen = tuple(_seen(t) for t in group)
     for t in group:
         if device is not None and t.is_cuda and t.get_device() != device:
             raise PlacementError(f"a {name} tensor lies on device {t.get_device()}, the indices on device {device}")
-    _check_rows(name, layout, dim, rows)
     steps = _STRIDES["lf" if layout == "table" else layout](rows.item, dim, rows.page, rows.heads)
     outer, inner, layer, head = steps
     planes, is_table = len(seen), layout == "table"
@@ -198,7 +201,7 @@ def _end(name: str, end: End, rows: Rows, device: int | None) -> _Side:
         head=head,
         table_layer=int(is_table),
         table_plane=table_plane,
-        limit=NO_LIMIT if is_table else _limit(layout, dim, seen, rows),
+        limit=NO_LIMIT if is_table else _limit(layout, dim, group, rows),
         entries=rows.layers * planes if is_table else planes,
     )
     if is_table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,10 @@ from kvraw.adapters import tensors
 from kvraw.adapters.sglang_batch import enqueue
 from kvraw.adapters.sglang_direct import device_of
 from kvraw.adapters.sglang_kernel import default_quota, transfer
+from kvraw.arrays import I64, index_vector
 from kvraw.batch import memcpy_batch
 from kvraw.engines.copy_engine import Descriptors
-from kvraw.errors import BoundsError, LayoutError
+from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
 
@@ -22,24 +22,19 @@ _INTS = ("int64", "int32")
 _WARPS = 32
 
 
-@lru_cache(maxsize=1024)
-def _row_stride(name: str, shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> int:
+def _row_stride(name: str, tensor: Any, dim: int) -> int:
     """Elements from row to row of a tensor with gaps, whose last axes make rows of `dim` elements."""
-    row = 1
-    for n, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
-        if n != 1 and step != row:
-            raise LayoutError(f"{name} has shape {tuple(shape)}, strides {strides}: gaps inside a row")
-        row *= n
+    row, step = tensors.row_of(name, tensor.shape, tensor.stride())
     if row != dim:
         raise LayoutError(f"{name} has rows of {row} elements, must have {dim}")
-    return int(strides[0])
+    return step
 
 
 def _one_stride(name: str, group: tuple[Any, ...], size: int, dim: int) -> int:
     """Bytes from row to row of tensors whose rows have `dim` elements of `size` bytes."""
     found = 0
     for t in group:
-        step = dim if t.is_contiguous() else _row_stride(name, t.shape, t.stride(), dim)
+        step = dim if t.is_contiguous() else _row_stride(name, t, dim)
         if t.numel() % dim:
             raise LayoutError(f"{name} has shape {tuple(t.shape)}, must hold whole rows of {dim} elements")
         if t.element_size() != size:
@@ -148,6 +143,13 @@ def transfer_hicache_all_layer_mla(
     _all_layer((ptr_dst,), indices_dst, (ptr_src,), indices_src, strides, element_size, block_quota)
 
 
+def _numbers(name: str, values: Any) -> I64:
+    host = index_vector(name, values).host
+    if host is None:
+        raise PlacementError(f"{name} lies on a device, must be on the host")
+    return host
+
+
 def transfer_embedding_ranges_direct(
     src: Any, dst: Any, src_starts: Sequence[int], dst_starts: Sequence[int], lengths: Sequence[int]
 ) -> None:
@@ -157,7 +159,8 @@ def transfer_embedding_ranges_direct(
     rows = [int(np.prod(t.shape[1:], dtype=np.int64)) * int(t.element_size()) for t in (src, dst)]
     if rows[0] != rows[1]:
         raise LayoutError(f"a row of src has {rows[0]} bytes, of dst {rows[1]}")
-    starts, counts = [np.asarray(s, np.int64) for s in (src_starts, dst_starts)], np.asarray(lengths, np.int64)
+    starts = [_numbers("src_starts", src_starts), _numbers("dst_starts", dst_starts)]
+    counts = _numbers("lengths", lengths)
     if not len(starts[0]) == len(starts[1]) == len(counts):
         raise BoundsError(f"{len(starts[0])} src_starts, {len(starts[1])} dst_starts and {len(counts)} lengths differ")
     for name, at, tensor in (("src_starts", starts[0], src), ("dst_starts", starts[1], dst)):
@@ -180,6 +183,8 @@ def transfer_embedding_ranges_direct(
 
 def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:
     """Move rows inside each of many host buffers; places may overlap: all are read before any is written."""
+    if tensors.dtype_name(data_ptrs) not in ("uint64", "int64"):
+        raise TypeError(f"data_ptrs holds {tensors.dtype_name(data_ptrs)}, must hold uint64")
     bases, steps = tensors.table_array(data_ptrs), tensors.index_array(strides)
     source, target = tensors.index_array(src_loc), tensors.index_array(tgt_loc)
     if len(bases) != len(steps) or len(source) != len(target):

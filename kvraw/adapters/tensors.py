@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvraw.arrays import I64, U64
 from kvraw.engines.device_state import DeviceState, Upload, device_state
-from kvraw.errors import DriverError, PlacementError
+from kvraw.errors import DriverError, LayoutError, PlacementError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
 from kvraw.runtime.inflight import Completion
@@ -31,8 +31,10 @@ __all__ = [
     "look_over",
     "mapped_address",
     "reach",
+    "row_of",
     "span",
     "table_array",
+    "token_stride",
 ]
 
 _names: dict[Any, str] = {}
@@ -65,6 +67,49 @@ def reach(tensor: Any) -> int:
     if tensor.is_contiguous():
         return int(tensor.numel()) * size
     return int(tensor.untyped_storage().nbytes()) - int(tensor.storage_offset()) * size
+
+
+@lru_cache(maxsize=1024)
+def row_of(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """Elements of a tensor's row, all axes but the first, and from row to row; a row must lie without gaps.
+
+    Raises
+    ------
+    LayoutError
+        It has gaps.
+    """
+    row = 1
+    for n, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+        if n != 1 and step != row:
+            raise LayoutError(f"{name} has shape {tuple(shape)}, strides {tuple(strides)}: gaps inside a row")
+        row *= n
+    return int(row), int(strides[0])
+
+
+def token_stride(name: str, group: tuple[Any, ...], item: int) -> int:
+    """Bytes from token to token of tensors of one layer, by their strides; `item` is the bytes of a token.
+
+    Raises
+    ------
+    LayoutError
+        A tensor with gaps has other rows, or gaps inside them, or the tensors differ.
+    """
+    found = set()
+    for t in group:
+        step = item
+        if not t.is_contiguous():
+            row, stride = row_of(name, t.shape, t.stride())
+            size = int(t.element_size())
+            step = stride * size
+            if row * size != item or step < item:
+                raise LayoutError(
+                    f"{name} has shape {tuple(t.shape)}, strides {tuple(t.stride())}: a token must be a row of {item} "
+                    f"bytes, as item_size says"
+                )
+        found.add(step)
+    if len(found) > 1:
+        raise LayoutError(f"k and v of {name} have strides of {sorted(found)} bytes, must have one")
+    return found.pop()
 
 
 def mapped_address(name: str, address: int) -> int:
@@ -283,11 +328,13 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
 
 
 def index_array(tensor: Any) -> I64:
-    """Indices on the host as they are: int64, or int32 widened."""
+    """Indices on the host as they are: int64, or other integers widened."""
     # What torch offers itself takes half as long as numpy's way to it.
     array = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
     if array.ndim == 1 and array.dtype == np.int64 and array.flags.c_contiguous:
         return array
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"indices hold {array.dtype}, must hold integers")
     return np.ascontiguousarray(array.ravel(), np.int64)
 
 

@@ -70,7 +70,10 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
             f"block_size_in_bytes is {block_size_in_bytes}, block_mapping has shape {tuple(block_mapping.shape)}: "
             f"must be positive, and [n, 2]"
         )
-    mapping = np.asarray(block_mapping).astype(np.int64, copy=False)
+    mapping = np.asarray(block_mapping)
+    if mapping.dtype.kind not in "iu":
+        raise TypeError(f"block_mapping holds {mapping.dtype}, must hold integers")
+    mapping = mapping.astype(np.int64, copy=False)
     device, spans = device_of((src, dst)), (tensors.reach(src), tensors.reach(dst))
     limits = spans[0] // block_size_in_bytes, spans[1] // block_size_in_bytes
     bases: list[Any] = [np.array([t.data_ptr()], np.uint64) for t in (src, dst)]
@@ -133,17 +136,17 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     if len(devices) > 1:
         raise PlacementError(f"the memory lies on devices {sorted(devices)}, must lie on one and the host")
     if not devices:
-        memcpy_batch(target, source, nbytes)
+        try:
+            memcpy_batch(target, source, nbytes)
+        except BoundsError:
+            _check_addresses(given)
+            raise
         return
     (device,) = devices
     stream, edges = tensors.current_stream(device), found[0].edges + found[1].edges
     raise_found(device, stream)
     if found[0].pageable or found[1].pageable:
-        for name, given_at in (("src_ptrs", given.src), ("dst_ptrs", given.dst)):
-            bad = (given.sizes > 0) & ((given_at == 0) | (given_at + given.sizes < given_at))
-            if bad.any():
-                at = int(bad.argmax())
-                raise BoundsError(f"{name}[{at}] is {given_at[at]}, with its size must be an address below 2**64")
+        _check_addresses(given)
         enqueue(Descriptors(target, source, nbytes), device, pageable=True, edges=edges, raising=False)
         return
     left = _by_kernel(found, nbytes, [largest] if least == largest else _kinds(nbytes), device, stream)
@@ -155,6 +158,14 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     except DriverError as error:
         entry = None if error.index is None else holder(given, merged, error.index)
         raise DriverError(error.name, error.code, error.call, index=entry) from error
+
+
+def _check_addresses(given: Descriptors) -> None:
+    for name, addresses in (("src_ptrs", given.src), ("dst_ptrs", given.dst)):
+        bad = (given.sizes > 0) & ((addresses == 0) | (addresses + given.sizes < addresses))
+        if bad.any():
+            at = int(bad.argmax())
+            raise BoundsError(f"{name}[{at}] is {addresses[at]}, with its size must be an address below 2**64")
 
 
 def _by_kernel(

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvraw.adapters import found
+from kvraw.adapters import found, sglang_kernel
 from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _place, _planned, _utilities
 from tests.conftest import DEVICE
+from tests.helpers.torch_like import TorchLike
 
 
 @pytest.fixture(params=["host", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -25,7 +26,7 @@ def place(request: pytest.FixtureRequest) -> int | None:
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
     """What the adapters keep between calls is of one driver: forget it around each test."""
-    known = (module._known for module in (_memo, _paged, _groups, _blend_groups, _utilities))
+    known = (module._known for module in (_memo, _paged, _groups, _blend_groups, _utilities, sglang_kernel))
     kept = (*known, _planned._bits, _place._watched, _place._captured, _pageable._free)
 
     def forget() -> None:
@@ -35,3 +36,15 @@ def forgetful() -> Iterator[None]:
     forget()
     yield
     forget()
+
+
+@pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def w(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
+    """Maker of tensors on the host, and on a device of the emulator and of the machine."""
+    if request.param == "cpu":
+        yield TorchLike(None)
+        return
+    request.getfixturevalue("gpu" if request.param == "gpu" else "fake")
+    made = TorchLike(0).install(monkeypatch)
+    yield made
+    made.synchronize()

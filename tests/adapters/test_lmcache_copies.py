@@ -139,6 +139,32 @@ def test_batched_bad_arguments() -> None:
         ops.batched_memcpy([1], [1], np.array([-1]))
     with pytest.raises(ValueError, match="null address"):
         ops.batched_memcpy([0], [1], [1])
+    a, b = np.ones(64, np.uint8), np.zeros(64, np.uint8)
+    src, dst = ([int(x.ctypes.data) + 8 * k for k in range(6)] for x in (a, b))
+    for sizes in (
+        [3.9],
+        [3.0, 3.0],
+        [8, 8, 8, 8, 8, 3.9],
+        (8, 8.5),
+        np.array([8.0, 8.0]),
+        np.full(2, 8.0, object),
+    ):
+        with pytest.raises(TypeError, match="sizes holds what is no integer"):
+            ops.batched_memcpy(src[: len(sizes)], dst[: len(sizes)], sizes)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="src_ptrs holds what is no integer"):
+        ops.batched_memcpy([float(src[0])], dst[:1], [8])  # type: ignore[list-item]
+    assert not b.any()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda x: np.array(x, object), lambda x: list(np.array(x))])
+def test_batched_numbers_of_any_kind(kind: Callable[[list[int]], Any]) -> None:
+    a, b = np.arange(96, dtype=np.uint8), np.zeros(96, np.uint8)
+    src, dst = ([int(x.ctypes.data) + 16 * k for k in range(6)] for x in (a, b))
+    ops.batched_memcpy(kind(src), kind(dst[::-1]), kind([16, 1, 0, 7, 16, 3]))
+    want = np.zeros((6, 16), np.uint8)
+    for k, n in enumerate([16, 1, 0, 7, 16, 3]):
+        want[5 - k, :n] = a.reshape(6, 16)[k, :n]
+    np.testing.assert_array_equal(b, want.ravel())
 
 
 def test_pci_bus_id(device: int) -> None:

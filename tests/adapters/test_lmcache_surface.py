@@ -58,10 +58,10 @@ FUNCTIONS = {
     "record_completion_on_stream": "cuda_stream_ptr kind payload",
     "drain_recorded_completions": "",
     "pop_completed_phase_timings": "",
-    "is_cross_layer": "engine_kv_format",
-    "is_kv_list": "engine_kv_format",
-    "is_layer_list": "engine_kv_format",
-    "is_mla": "engine_kv_format",
+    "is_cross_layer": "engine_kv_format=None format=None",
+    "is_kv_list": "engine_kv_format=None format=None",
+    "is_layer_list": "engine_kv_format=None format=None",
+    "is_mla": "engine_kv_format=None format=None",
     "set_shape_desc_dtype": "shape_desc dtype",
     "compute_kv_layout": "kv_caches layout_hints=None",
     "gather_paged_kv_to_cpu": "kv_caches block_ids blocks_per_chunk layout_hints=None engine_kv_format=None out=None "
@@ -145,6 +145,16 @@ def test_predicates(convert: Any) -> None:
     assert [int(f) for f, row in flags.items() if row[0]] == [0, 8]
     assert [int(f) for f, row in flags.items() if row[1]] == [4, 9]
     assert [int(f) for f in ops.EngineKVFormat if ops.is_mla(convert(f))] == [3, 5, 14, 17]
+
+
+@pytest.mark.parametrize("ask", [ops.is_cross_layer, ops.is_kv_list, ops.is_layer_list, ops.is_mla])
+def test_predicates_by_either_name(ask: Any) -> None:
+    for f in ops.EngineKVFormat:
+        assert ask(f) == ask(engine_kv_format=f) == ask(format=f) == ask(format=int(f))
+    with pytest.raises(TypeError, match="both were given"):
+        ask(0, format=0)
+    with pytest.raises(TypeError, match="engine_kv_format is a NoneType"):
+        ask()
 
 
 def test_foreign_members() -> None:

@@ -26,6 +26,11 @@ CASES: list[tuple[int, Shape, dict[str, Any], int | None]] = [
     (3, S[1], {}, None),
     (10, FUSED, {"kv_layout": "HND"}, None),
     (11, FUSED, {"kv_layout": "NHD"}, None),
+    (12, FUSED, {"kv_layout": "BLHNC"}, None),
+    (13, FUSED, {"kv_layout": "BLNHC"}, None),
+    (0, S[2], {}, None),
+    (0, S[2], {"kv_layout": "NHD"}, None),
+    (8, S[2], {"kv_layout": "HND"}, None),
     (0, S[2], {}, 0),
     (8, S[2], {}, 8),
     (4, S[2], {"tokens_per_block": 4}, 4),
@@ -136,6 +141,34 @@ def test_padded_pool(place: int | None) -> None:
     ops.scatter_cpu_to_paged_kv(caches, [7, 2], chunks.tensors(2), PER)
     cache.check()
     cache.close()
+    chunks.close()
+
+
+@pytest.mark.parametrize("kv_layout", ["BLHNC", "BLNHC"])
+def test_layers_of_a_pool_of_all_layers(place: int | None, kv_layout: str) -> None:
+    """[block, layer, ...] in one piece of memory: each layer's blocks lie apart."""
+    s, heads_first = FUSED, kv_layout == "BLHNC"
+    inner = (s.nh, s.bs, s.d) if heads_first else (s.bs, s.nh, s.d)
+    pool = Laid("host" if place is None else "device", [(s.nb, s.nl, *inner)], place, 1)
+    chunks = Laid("host" if place is None else "pinned", [(s.nl, PER * s.bs, s.nh * s.d)], place, 2)
+    shape, step = (s.nb, *inner[:2], s.d // 2), s.nh * s.bs * s.d // 2
+    strides = (s.nl * step, inner[1] * s.d // 2, s.d // 2, 1)
+    caches = {str(k): Tensor(pool.memory, pool.offsets[0] + 2 * step * k, shape, 2, strides) for k in range(s.nl)}
+    hints = {"kv_layout": kv_layout}
+    assert ops.compute_kv_layout(caches, hints)[:3] == (s.bs, s.nl, s.nh * s.d // 2)
+    assert ops.compute_kv_layout(caches, hints)[4] == (12 if heads_first else 13)
+    for (at, block), layer in itertools.product(enumerate([7, 2]), range(s.nl)):
+        rows = pool.arrays[0][block, layer]
+        rows = rows.transpose(1, 0, 2) if heads_first else rows
+        chunks.arrays[0][layer, at * s.bs : (at + 1) * s.bs] = rows.reshape(s.bs, -1)
+    ops.gather_paged_kv_to_cpu(caches, [7, 2], PER, hints, None, chunks.tensors(2))
+    chunks.check()
+    for (at, block), layer in itertools.product(enumerate([3, 0]), range(s.nl)):
+        rows = chunks.arrays[0][layer, at * s.bs : (at + 1) * s.bs].reshape(s.bs, s.nh, s.d)
+        pool.arrays[0][block, layer] = rows.transpose(1, 0, 2) if heads_first else rows
+    ops.scatter_cpu_to_paged_kv(caches, [3, 0], chunks.tensors(2), PER, 0, hints)
+    pool.check()
+    pool.close()
     chunks.close()
 
 

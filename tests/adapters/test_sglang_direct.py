@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import found, sglang, sglang_direct, tensors
+from kvraw.adapters import sglang, sglang_direct, tensors
 from tests.helpers import kv_oracle as oracle
-from tests.helpers.torch_like import Tensor, TorchLike
-
-LAYERS, TOKENS, PAGE = 3, 24, 4
-
-
-@pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
-def w(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    found._found[0].clear()
-    if request.param == "cpu":
-        yield TorchLike(None)
-        return
-    request.getfixturevalue("gpu" if request.param == "gpu" else "fake")
-    made = TorchLike(0).install(monkeypatch)
-    yield made
-    made.synchronize()
-
-
-def bytes_of(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-
-
-def same(w: TorchLike, pairs: list[tuple[Tensor, np.ndarray]]) -> None:
-    for tensor, array in pairs:
-        np.testing.assert_array_equal(w.take(tensor), array)
-
-
-def tokens_of(pages: list[int]) -> list[int]:
-    return [p * PAGE + k for p in pages for k in range(PAGE)]
-
+from tests.helpers.sglang_case import LAYERS, PAGE, TOKENS, bytes_of, ids, same, tokens_of
+from tests.helpers.torch_like import TorchLike
 
 WAYS = ["device to pinned", "pinned to device", "device to pageable", "pageable to device", "on the device", "host"]
 
@@ -52,10 +24,6 @@ def kinds_of(w: TorchLike, way: str) -> tuple[str, str]:
     src, _, dst = way.partition(" to ")
     names = {"pageable": "host"}
     return names.get(src, src), names.get(dst, dst)
-
-
-def ids(w: TorchLike, values: list[int], on_device: bool) -> Tensor:
-    return w.put("device" if on_device and w.stream is not None else "host", np.array(values, np.int64))
 
 
 @pytest.mark.parametrize("where", [(False, False), (True, False), (False, True), (True, True)])
@@ -85,9 +53,33 @@ def test_tokens_of_views_with_gaps(w: TorchLike) -> None:
     sglang.transfer_kv_direct(*views, ids(w, [3, 4, 5, 1], False), ids(w, [0, 1, 2, 9], False), 1)
     b[:, [0, 1, 2, 9]] = a[[3, 4, 5, 1]].transpose(1, 0, 2)
     same(w, [(src, a), (dst, b)])
-    wrong = dst.select(2, 0)
-    with pytest.raises(kvraw.LayoutError, match="gaps inside a token's bytes"):
-        sglang.transfer_kv_direct([wrong], [wrong], ids(w, [0], False), ids(w, [1], False), 1)
+    flat, narrow = dst.select(2, 0), w.put(kinds[0], bytes_of(TOKENS, 2))
+    with pytest.raises(kvraw.LayoutError, match=r"src_layers\[0\] has .*: gaps inside a token's bytes"):
+        sglang.transfer_kv_direct([flat], [narrow], ids(w, [0], False), ids(w, [1], False), 1)
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+@pytest.mark.parametrize("gaps", ["src", "dst", "both"])
+def test_tokens_with_gaps_inside(w: TorchLike, gaps: str, axis: int) -> None:
+    """Between pairs of heads, heads and elements, on one side and on both; the layer beside them has none."""
+    wide, dense = [TOKENS, 3, 2, 6], bytes_of(TOKENS, 3, 2, 6, seed=1)
+    wide.insert(axis + 1, 2)
+    arrays, parts, views = [], [], []
+    for k, name in enumerate(("src", "dst")):
+        a = bytes_of(*wide, seed=k) if gaps in (name, "both") else dense.copy()
+        t = w.put(w.kinds[k], a)
+        arrays.append((t, a))
+        parts.append(np.moveaxis(a, axis + 1, 0)[1] if a.ndim == 5 else a)
+        views.append(t.select(axis + 1, 1) if a.ndim == 5 else t)
+    more = [bytes_of(TOKENS, 40, seed=k + 9) for k in (0, 1)]
+    beside = [w.put(kind, a) for kind, a in zip(w.kinds, more, strict=True)]
+    reads, writes = [3, 4, 5, 1], [0, 1, 2, 9]
+    for _ in range(2):
+        sglang.transfer_kv_direct(
+            [views[0], beside[0]], [views[1], beside[1]], ids(w, reads, False), ids(w, writes, True), 1
+        )
+    parts[1][writes], more[1][writes] = parts[0][reads], more[0][reads]
+    same(w, [*arrays, *zip(beside, more, strict=True)])
 
 
 @pytest.mark.parametrize("page", [1, 3, 4, 24])
@@ -240,110 +232,6 @@ def test_the_default_stream(fake: object, monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_array_equal(w.take(back), b)
 
 
-@pytest.mark.parametrize("dtype", ["int64", "int32"])
-@pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("verb", ["load", "store"])
-def test_hicache_one_layer(w: TorchLike, verb: str, planes: int, dtype: str) -> None:
-    """Between rows of one layer and the same layer's rows inside a token-major pool."""
-    flat = [bytes_of(TOKENS, 32, seed=k) for k in range(planes)]
-    pool = [bytes_of(TOKENS, LAYERS, 32, seed=k + 2) for k in range(planes)]
-    mine, theirs = [w.put(w.kinds[0], x) for x in flat], [w.put(w.kinds[1], x) for x in pool]
-    views = [t.select(1, 1) for t in theirs]
-    reads, writes = [4, 9, 0, 23], [1, 2, 23, 5]
-    at = [w.put(w.kinds[0], np.array(x, dtype)) for x in (writes, reads)]
-    dst, src = (mine, views) if verb == "load" else (views, mine)
-    name = "transfer_hicache_one_layer" + ("_mla" if planes == 1 else "")
-    getattr(sglang, name)(*dst, at[0], *src, at[1], element_dim=32, unroll=4, block_quota=2)
-    for x, y in zip(flat, pool, strict=True):
-        if verb == "load":
-            x[writes] = y[reads, 1]
-        else:
-            y[writes, 1] = x[reads]
-    same(w, list(zip(mine + theirs, flat + pool, strict=True)))
-
-
-def test_hicache_one_layer_checks(w: TorchLike) -> None:
-    flat, pool = w.put(w.kinds[0], bytes_of(TOKENS, 32)), w.put(w.kinds[1], bytes_of(TOKENS, LAYERS, 32))
-    view, wide = pool.select(1, 1), w.put(w.kinds[1], np.zeros((TOKENS, 32), np.int16))
-    at = ids(w, [0], True)
-    for dst, src, dim, message in [
-        (flat, view, 20, "cache_src has rows of 32 elements, must have 20"),
-        (flat, pool.select(2, 1), 32, "gaps inside a row"),
-        (flat, flat, 36, r"cache_src has shape \(24, 32\), must hold whole rows of 36 elements"),
-        (flat, wide, 32, "cache_src has elements of 2 bytes, must have 1 as the destination"),
-    ]:
-        with pytest.raises(kvraw.LayoutError, match=message):
-            sglang.transfer_hicache_one_layer_mla(dst, at, src, at, element_dim=dim)
-    with pytest.raises(kvraw.LayoutError, match="k and v of cache_src have strides of 96 and 32 elements"):
-        sglang.transfer_hicache_one_layer(flat, flat, at, view, flat, at)
-
-
-@pytest.mark.parametrize("planes", [1, 2])
-def test_hicache_all_layer(w: TorchLike, planes: int) -> None:
-    flat = [bytes_of(LAYERS, TOKENS, 32, seed=k) for k in range(planes)]
-    pool = [bytes_of(TOKENS, LAYERS, 32, seed=k + 2) for k in range(planes)]
-    mine, theirs = [w.put(w.kinds[0], x) for x in flat], [w.put(w.kinds[1], x) for x in pool]
-    src = [w.table(w.kinds[0], [t[k] for k in range(LAYERS)]) for t in mine]
-    dst = [w.table(w.kinds[0], [t.select(1, k) for k in range(LAYERS)]) for t in theirs]
-    reads, writes = [4, 9, 0, 23], [1, 2, 23, 5]
-    at = [w.put(w.kinds[0], np.array(x, np.int32)) for x in (writes, reads)]
-    kv = "kv_" if planes == 2 else ""
-    strides = {f"{kv}cache_src_stride_bytes": 32, f"{kv}cache_dst_stride_bytes": 32 * LAYERS}
-    call = getattr(sglang, "transfer_hicache_all_layer" + ("_mla" if planes == 1 else ""))
-    with pytest.raises(kvraw.LayoutError, match="element_size is needed where strides differ"):
-        call(*dst, at[0], *src, at[1], **strides)
-    call(*dst, at[0], *src, at[1], **strides, element_size=32)
-    for x, y in zip(flat, pool, strict=True):
-        y[writes] = x[:, reads].transpose(1, 0, 2)
-    same(w, list(zip(mine + theirs, flat + pool, strict=True)))
-
-
-@pytest.mark.parametrize("dtype", ["int64", "int32"])
-@pytest.mark.parametrize("room", [PAGE, PAGE + 1, 2 * PAGE, TOKENS])
-@pytest.mark.parametrize("planes", [1, 2])
-def test_staged_write_back(w: TorchLike, planes: int, room: int, dtype: str) -> None:
-    """Staging memory for one page, for less than all, and for more; pages that follow each other and not."""
-    flat = [bytes_of(LAYERS, TOKENS, 16, seed=k) for k in range(planes)]
-    pool = [bytes_of(TOKENS, LAYERS, 16, seed=k + 2) for k in range(planes)]
-    mine, theirs = [w.put(w.kinds[0], x) for x in flat], [w.put(w.kinds[1], x) for x in pool]
-    staging = [w.put(w.kinds[0], bytes_of(room, LAYERS, 16)) for _ in range(planes)]
-    src = [w.table(w.kinds[0], [t[k] for k in range(LAYERS)]) for t in mine]
-    reads, writes = tokens_of([4, 0, 5, 1, 2]), tokens_of([1, 2, 5, 0, 3])
-    at, to = w.put(w.kinds[0], np.array(reads, dtype)), w.put("host", np.array(writes))
-    call = getattr(sglang, f"transfer_hicache_all_layer{'_mla' if planes == 1 else ''}_staged_lf_pf")
-    call(*src, at, to, *staging, *theirs, page_size=PAGE)
-    none = w.put(w.kinds[0], np.zeros(0, dtype)), w.put("host", np.zeros(0, np.int64))
-    call(*src, *none, *staging, *theirs, page_size=PAGE)
-    for x, y in zip(flat, pool, strict=True):
-        y[writes] = x[:, reads].transpose(1, 0, 2)
-    same(w, list(zip(mine + theirs, flat + pool, strict=True)))
-
-
-def test_staged_write_back_checks(w: TorchLike) -> None:
-    flat, pool = bytes_of(LAYERS, TOKENS, 16), bytes_of(TOKENS, LAYERS, 16)
-    mine, theirs = w.put(w.kinds[0], flat), w.put(w.kinds[1], pool)
-    staging = w.put(w.kinds[0], bytes_of(PAGE, LAYERS, 16))
-    table = w.table(w.kinds[0], [mine[k] for k in range(LAYERS)])
-    page, other, outside = (ids(w, tokens_of([k]), False) for k in (0, 1, 6))
-    at, small = ids(w, tokens_of([2]), True), w.put(w.kinds[0], bytes_of(2, LAYERS, 16))
-    for to, through, size, error, message in [
-        (ids(w, [0, 1, 2], False), staging, PAGE, RuntimeError, "must have the same length"),
-        (page, staging, 3, RuntimeError, "whole pages"),
-        (ids(w, [1, 2, 3, 4], False), staging, PAGE, kvraw.BoundsError, "start at a multiple of 4"),
-        (outside, staging, PAGE, kvraw.BoundsError, r"dst_indices\[0\] is 24, .* must be in \[0, 21\)"),
-        (page, w.put(w.kinds[0], bytes_of(PAGE, LAYERS, 20)), PAGE, RuntimeError, "divisible by 8"),
-        (page, w.put(w.kinds[0], bytes_of(PAGE, LAYERS, 64)), PAGE, kvraw.LayoutError, "must be tokens of 192 bytes"),
-    ]:
-        with pytest.raises(error, match=message):
-            sglang.transfer_hicache_all_layer_mla_staged_lf_pf(table, at, to, through, theirs, page_size=size)
-    if w.stream is not None:
-        with pytest.raises(kvraw.PlacementError, match="staging holds 0 tokens in whole pages"):
-            sglang.transfer_hicache_all_layer_mla_staged_lf_pf(table, at, other, small, theirs, page_size=PAGE)
-        with pytest.raises(RuntimeError, match="must be a CPU tensor"):
-            sglang.transfer_hicache_all_layer_mla_staged_lf_pf(table, at, at, staging, theirs, page_size=PAGE)
-    same(w, [(mine, flat), (theirs, pool)])
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_embedding_ranges(w: TorchLike, way: str) -> None:
     kinds = kinds_of(w, way)
@@ -351,6 +239,9 @@ def test_embedding_ranges(w: TorchLike, way: str) -> None:
     src, dst = w.put(kinds[0], a), w.put(kinds[1], b)
     with pytest.raises(kvraw.BoundsError, match=r"dst_starts\[1\] is 22 with 3 rows, must end by 24"):
         sglang.transfer_embedding_ranges_direct(src, dst, [0, 1], [0, 22], [1, 3])
+    for bad in ([1.5], np.array([1.5])):
+        with pytest.raises(TypeError, match="lengths holds float64, must hold integers"):
+            sglang.transfer_embedding_ranges_direct(src, dst, [0], [0], bad)  # type: ignore[arg-type]
     sglang.transfer_embedding_ranges_direct(src, dst, [3, 0, 9], [10, 21, 0], [5, 3, 0])
     b[10:15], b[21:24] = a[3:8], a[0:3]
     same(w, [(src, a), (dst, b)])
@@ -362,6 +253,13 @@ def test_moves_inside_host_buffers() -> None:
     buffers = [w.put("host", a) for a in arrays]
     pointers = w.put("host", np.array([t.data_ptr() for t in buffers], np.uint64))
     strides = w.put("host", np.array([16, 16, 5]))
+    at, half = w.put("host", np.array([0])), w.put("host", np.array([0.5]))
+    for args, message in [
+        ((pointers, strides, half, at), "indices hold float64, must hold integers"),
+        ((w.put("host", np.zeros(3)), strides, at, at), "data_ptrs holds float64, must hold uint64"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            sglang.copy_all_layer_kv_cache_cpu(*args)
     target, source = [1, 2, 3, 9], [0, 1, 2, 3]  # read places are written: all are read first
     sglang.copy_all_layer_kv_cache_cpu(
         pointers, strides, w.put("host", np.array(target)), w.put("host", np.array(source))

@@ -4,133 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import found, sglang, sglang_kernel, tensors
-from tests.helpers import kv_oracle as oracle
+from kvraw.adapters import sglang, tensors
+from tests.helpers.sglang_case import BY_NAME, DST, LAYERS, OPS, SRC, TOKENS, Case, Op
 from tests.helpers.torch_like import Tensor, TorchLike
-
-
-@dataclass(frozen=True)
-class Op:
-    name: str
-    src: str
-    dst: str
-    all_layers: bool = False
-    mla: bool = False
-
-    @property
-    def paged(self) -> bool:
-        return self.src in ("ph", "hg") or self.dst in ("ph", "hg")
-
-
-OPS = [
-    Op("transfer_kv_per_layer", "lf", "lf"),
-    Op("transfer_kv_per_layer_pf_lf", "pf", "lf"),
-    Op("transfer_kv_per_layer_ph_lf", "ph", "lf"),
-    Op("transfer_kv_per_layer_pfdhg_lf", "hg", "lf"),
-    Op("transfer_kv_all_layer", "lf", "lf", True),
-    Op("transfer_kv_all_layer_lf_pf", "lf", "pf", True),
-    Op("transfer_kv_all_layer_lf_ph", "lf", "ph", True),
-    Op("transfer_kv_all_layer_lf_pfdhg", "lf", "hg", True),
-    Op("transfer_kv_per_layer_mla", "lf", "lf", False, True),
-    Op("transfer_kv_per_layer_mla_pf_lf", "pf", "lf", False, True),
-    Op("transfer_kv_per_layer_mla_lf_pf", "lf", "pf", False, True),
-    Op("transfer_kv_all_layer_mla", "lf", "lf", True, True),
-    Op("transfer_kv_all_layer_mla_lf_pf", "lf", "pf", True, True),
-]
-BY_NAME = {op.name: op for op in OPS}
-LAYERS, TOKENS = 3, 24
-
-
-class Case:
-    """Both sides of an operation: arrays of random bytes, and tensors of the same bytes."""
-
-    def __init__(
-        self, w: TorchLike, op: Op, kinds: tuple[str, str], page: int = 4, heads: int = 2, dim: int = 24
-    ) -> None:
-        self.w, self.op, self.page, self.heads, self.dim = w, op, page, heads, dim
-        self.groups = 2 if heads % 2 == 0 else 1
-        rng = np.random.default_rng(0)
-        planes = 1 if op.mla else 2
-
-        def arrays(layout: str) -> list[np.ndarray]:
-            shape = oracle.shape(layout, LAYERS, TOKENS, page, heads, dim, self.groups)
-            return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(planes)]
-
-        self.arrays = arrays(op.src), arrays(op.dst)
-        self.tensors = [[w.put(kind, a) for a in side] for kind, side in zip(kinds, self.arrays, strict=True)]
-        self.kept: list[Tensor] = []
-
-    @property
-    def item(self) -> int:
-        return self.heads * self.dim
-
-    def argument(self, side: int, plane: int, layer: int) -> Tensor:
-        tensor, layout = self.tensors[side][plane], (self.op.src, self.op.dst)[side]
-        if layout != "lf":
-            return tensor
-        if not self.op.all_layers:
-            return tensor[layer]
-        self.kept.append(self.w.table(self.w.kinds[0], [tensor[k] for k in range(LAYERS)]))
-        return self.kept[-1]
-
-    def call(self, src: list[int], dst: list[int], layer: int = 0, dtype: str = "int64", **more: object) -> None:
-        op = self.op
-        planes = range(1 if op.mla else 2)
-        args: list[object] = [self.argument(side, plane, layer) for plane in planes for side in (0, 1)]
-        args += [self.w.put(self.w.kinds[0], np.array(ids, dtype)) for ids in (src, dst)]
-        whole = op.src != "lf" or op.dst != "lf"
-        named: dict[str, object] = {"item_size": self.item}
-        if op.all_layers:
-            named["num_layers"] = LAYERS
-        elif whole:
-            named["layer_id"] = layer
-        if whole:
-            named[f"{'dst' if op.src == 'lf' else 'src'}_layout_dim"] = self.item * LAYERS
-        if op.paged:
-            named |= {"page_size": self.page, "head_num": self.groups if "hg" in (op.src, op.dst) else self.heads}
-        getattr(sglang, op.name)(*args, **named | more)
-
-    def expect(self, src: list[int], dst: list[int], layer: int = 0) -> None:
-        """Do in the arrays what the call did, and compare all bytes of both sides."""
-        layers = list(range(LAYERS)) if self.op.all_layers else [layer]
-        for a, b in zip(*self.arrays, strict=True):
-            oracle.move(a, self.op.src, b, self.op.dst, src, dst, layers, self.page)
-        self.compare()
-
-    def compare(self) -> None:
-        for arrays, made in zip(self.arrays, self.tensors, strict=True):
-            for array, tensor in zip(arrays, made, strict=True):
-                np.testing.assert_array_equal(self.w.take(tensor), array)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What an earlier test's kernels found is not raised here."""
-    found._found[0].clear()
-    sglang_kernel._known.clear()
-    yield
-    sglang_kernel._known.clear()
-
-
-@pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
-def w(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    if request.param == "cpu":
-        yield TorchLike(None)
-        return
-    request.getfixturevalue("gpu" if request.param == "gpu" else "fake")
-    made = TorchLike(0).install(monkeypatch)
-    yield made
-    made.synchronize()
-
-
-SRC, DST = [5, 0, 23, 7, 6, 12], [1, 9, 2, 22, 23, 0]
 
 
 @pytest.mark.parametrize("way", ["load", "store", "on one side", "through the host"])

@@ -17,6 +17,7 @@ LATER = "block_quota=None num_warps_per_block=32"
 HICACHE = "* element_dim=None unroll=None block_quota=None"
 STAGED = "element_size=None unroll=None block_quota=None"
 WANT = {
+    "install": "",
     "is_hip": "",
     "transfer_kv_per_layer": f"{KV} item_size {TAIL}",
     "transfer_kv_per_layer_pf_lf": f"{KV} layer_id item_size src_layout_dim {TAIL}",

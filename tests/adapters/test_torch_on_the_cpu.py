@@ -51,6 +51,19 @@ def test_views_with_gaps_end_where_their_memory_ends() -> None:
     assert torch.equal(dst[[3, 5]], src[[0, TOKENS - 1], 2])
     with pytest.raises(kvraw.BoundsError, match=r"src_indices\[0\] is 48"):
         sglang.transfer_hicache_one_layer_mla(dst, writes[:1], src[:, 2], reads[:1] + TOKENS)
+    sglang.transfer_kv_per_layer(src[:, 1], dst, src[:, 0], other := pool(TOKENS, ROW // 2), reads, writes.long(), ROW)
+    assert torch.equal(dst[[3, 5]], src[[0, TOKENS - 1], 1])
+    assert torch.equal(other[[3, 5]], src[[0, TOKENS - 1], 0])
+    with pytest.raises(kvraw.LayoutError, match="gaps inside a row"):
+        sglang.transfer_kv_per_layer_mla(src[..., :8], dst, reads, writes.long(), 16 * LAYERS)
+
+
+def test_tokens_with_gaps_inside() -> None:
+    src, dst = pool(TOKENS, HEADS, 2 * DIM), pool(HEADS, TOKENS, DIM)
+    reads, writes, before = torch.tensor([0, 1, 2, 9]), torch.tensor([7, 8, 3, TOKENS - 1]), dst.clone()
+    sglang.transfer_kv_direct([src[..., DIM:]], [dst.transpose(0, 1)], reads, writes, 1)
+    before[:, writes] = src[reads][..., DIM:].transpose(0, 1)
+    assert torch.equal(dst, before)
 
 
 def test_direct_operations() -> None:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import found, vllm
+from kvraw.adapters import vllm
 from tests.helpers.torch_like import TorchLike
 
 BLOCKS = 20
-
-
-@pytest.fixture(params=["cpu", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
-def w(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    found._found[0].clear()
-    if request.param == "cpu":
-        yield TorchLike(None)
-        return
-    request.getfixturevalue("gpu" if request.param == "gpu" else "fake")
-    made = TorchLike(0).install(monkeypatch)
-    yield made
-    made.synchronize()
 
 
 WAYS = [("device", "pinned"), ("pinned", "device"), ("device", "device"), ("device", "host"), ("host", "device")]
@@ -50,6 +36,10 @@ def test_blocks(w: TorchLike, kinds: tuple[str, str], nbytes: int) -> None:
         vllm.swap_blocks(src, dst, nbytes, w.put("host", np.array([[0, 20]])))
     with pytest.raises(kvraw.LayoutError, match=r"block_mapping has shape \(2,\)"):
         vllm.swap_blocks(src, dst, nbytes, w.put("host", np.array([0, 1])))
+    with pytest.raises(TypeError, match="block_mapping holds float64, must hold integers"):
+        vllm.swap_blocks(src, dst, nbytes, w.put("host", np.array([[0.5, 1.5]])))
+    for array, tensor in ((a, src), (b, dst)):
+        np.testing.assert_array_equal(w.take(tensor), array)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sizes", ["one", "three", "many"])
@@ -75,6 +65,16 @@ def test_batch_checks(w: TorchLike) -> None:
         vllm.swap_blocks_batch(one, two, one)
     with pytest.raises(kvraw.BoundsError, match=r"sizes\[0\] is -1"):
         vllm.swap_blocks_batch(one, one, w.put("host", np.array([-1])))
+    memory = [w.put(kind, np.zeros(64, np.uint8)) for kind in w.kinds]
+    at = [t.data_ptr() for t in memory]
+    for src, dst, message in [
+        ([at[0], 0, 0], [0, 0, at[1]], r"src_ptrs\[2\] is 0, with its size must be an address"),
+        ([at[0], 0, at[0]], [at[1], 0, 0], r"dst_ptrs\[2\] is 0, with its size must be an address"),
+        ([0, 0, at[0]], [0, 0, 2**64 - 4], r"dst_ptrs\[2\] is 18446744073709551612, with its size must be"),
+    ]:
+        given = [w.put("host", np.array(x, np.uint64)) for x in (src, dst, [0, 0, 8])]
+        with pytest.raises(kvraw.BoundsError, match=message):
+            vllm.swap_blocks_batch(*given)
     with pytest.raises(RuntimeError, match="sizes must be an int64 tensor on the CPU"):
         vllm.swap_blocks_batch(one, one, w.put("host", np.zeros(1, np.int32)))
 

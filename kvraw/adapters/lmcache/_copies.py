@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import operator
+from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -135,13 +137,17 @@ def _vector(name: str, values: Any) -> tuple[U64, int]:
     """Numbers in [0, 2**63) as a vector, and the least of them."""
     try:
         if type(values) is list and values[0] is values[-1] and values.count(values[0]) == len(values):
-            vector: U64 = np.full(len(values), values[0], np.uint64)  # one number, such as the size of all pieces
-        elif isinstance(values, np.ndarray):
+            one = operator.index(values[0])  # one number, such as the size of all pieces
+            vector: U64 = np.full(len(values), one, np.uint64)
+        elif isinstance(values, np.ndarray) and values.dtype.kind in "iu":
             vector = np.ascontiguousarray(values, np.uint64)
         else:
-            vector = np.fromiter(values, np.uint64, len(values))  # of numpy's ways to take a list in, the fastest
+            # Of the ways to take a list in, the fastest; unlike numpy's it takes nothing but integers.
+            vector = np.frombuffer(array("L", values), np.uint64)
     except OverflowError:
         raise TypeError(f"{name} holds a number outside [0, 2**63)") from None
+    except TypeError as error:
+        raise TypeError(f"{name} holds what is no integer: {error}") from None
     least = int(np.minimum.reduce(vector.view(np.int64)))
     if least < 0:  # a negative number, or no address of this process
         raise TypeError(f"{name} holds a number outside [0, 2**63)")

@@ -167,24 +167,32 @@ def format_of(engine_kv_format: Any) -> int:
 _CROSS_LAYER, _KV_LIST, _MLA = (0, 8), (4, 9), (3, 5, 14, 17)
 
 
-def is_cross_layer(engine_kv_format: Any) -> bool:
+def _asked(engine_kv_format: Any, later: Any) -> int:
+    """The format of a predicate, under either of its names."""
+    if engine_kv_format is not None and later is not None:
+        raise TypeError("engine_kv_format and format are two names of one argument, both were given")
+    return format_of(engine_kv_format if later is None else later)
+
+
+# Later versions of LMCache call the argument `format`.
+def is_cross_layer(engine_kv_format: Any = None, *, format: Any = None) -> bool:
     """Whether all layers lie in one tensor."""
-    return format_of(engine_kv_format) in _CROSS_LAYER
+    return _asked(engine_kv_format, format) in _CROSS_LAYER
 
 
-def is_kv_list(engine_kv_format: Any) -> bool:
+def is_kv_list(engine_kv_format: Any = None, *, format: Any = None) -> bool:
     """Whether keys and values are two lists of tensors."""
-    return format_of(engine_kv_format) in _KV_LIST
+    return _asked(engine_kv_format, format) in _KV_LIST
 
 
-def is_layer_list(engine_kv_format: Any) -> bool:
+def is_layer_list(engine_kv_format: Any = None, *, format: Any = None) -> bool:
     """Whether there is one entry per layer."""
-    return format_of(engine_kv_format) not in _CROSS_LAYER + _KV_LIST
+    return _asked(engine_kv_format, format) not in _CROSS_LAYER + _KV_LIST
 
 
-def is_mla(engine_kv_format: Any) -> bool:
+def is_mla(engine_kv_format: Any = None, *, format: Any = None) -> bool:
     """Whether a token is one row of one plane."""
-    return format_of(engine_kv_format) in _MLA
+    return _asked(engine_kv_format, format) in _MLA
 
 
 class PageBufferShapeDesc:

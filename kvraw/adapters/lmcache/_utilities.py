@@ -25,6 +25,8 @@ _log = logging.getLogger("kvraw")
 _SEVERAL = (14, 17)
 # What the reference version calls the layouts that later versions name by the whole row (10 and 11 are 12 and 13).
 _REFERENCE = {12: 10, 13: 11}
+# What versions that name them so say of one row of K and V of a pool of all layers: the order of heads and tokens.
+_POOLS = {"BLHNC": "HND", "BLNHC": "NHD"}
 _lock = threading.RLock()
 _known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
 
@@ -75,10 +77,12 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
         number = 14
     if number in _SEVERAL:
         return _Found(number, from_tensors(number, tensors, block_size or 0, 1, device))
-    if number in (0, 8) or (number is None and len(tensors) == 1 and len(first.shape) == 6):
+    cross_layer = number in (0, 8) or (number is None and len(tensors) == 1 and len(first.shape) == 6)
+    if cross_layer:
         tensors = first
-    # The reference version reads an engine on the CPU as heads-first where nothing else is said.
-    kv_layout = hints.get("kv_layout") or ("HND" if device is None else "NHD")
+    given = hints.get("kv_layout") or ""
+    # The reference version reads layers of an engine on the CPU as heads-first where nothing else is said.
+    kv_layout = _POOLS.get(given, given) or ("HND" if device is None and not cross_layer else "NHD")
     fused = number in (10, 11)
     found = discover(
         _views(tensors),
@@ -92,7 +96,7 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
         planes=1 if fused and len(first.shape) == 5 else None,
     )
     g, name = found.layout.geometry, found.layout.format.number
-    if name in _REFERENCE and (number is None or fused) and g.head_size % 2 == 0:
+    if name in _REFERENCE and (fused or (number is None and given not in _POOLS)) and g.head_size % 2 == 0:
         name = _REFERENCE[name]
     part = Part(found.layout, row=g.heads * g.head_size * g.element_size)
     return _Found(name, Paged(pointer_vector("kv_caches", found.addresses), (part,), device))
