@@ -18,9 +18,9 @@ from kvraw.adapters.lmcache._paged import (
     Counts,
     Paged,
     Part,
+    addresses_of,
     from_pointers,
     from_tensors,
-    host_table,
     is_tensor,
 )
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
@@ -58,17 +58,12 @@ def element_size(shape_desc: Any, *tensors: Any) -> int:
     return _HALF_KNOWN
 
 
-def _is_table(value: Any) -> bool:
-    return is_tensor(value) and len(value.shape) == 1
-
-
 def paged_of(paged: Any, shape_desc: Any, number: int, device: int | None, objects: Any = ()) -> Paged:
     """The paged cache of a call: a tensor of addresses, a list of them, or the engine's tensors."""
     d = shape_desc
-    numbers = isinstance(paged, (list, tuple, np.ndarray)) and len(paged) and is_pointer(paged[0])
-    if not _is_table(paged) and not numbers:
-        return from_tensors(number, paged, int(d.bs), int(d.kv_size), device)
-    addresses = np.asarray(paged, np.uint64) if numbers else host_table(paged)
+    addresses = addresses_of("paged_buffer_ptrs", paged)
+    if addresses is None:
+        return from_tensors(number, paged, int(d.bs), int(d.kv_size), device, int(d.nh) * int(d.hs))
     element = element_size(d, objects)
     c = Counts(d.nl, 0, d.nb, d.bs, d.nh, d.hs, element, getattr(d, "block_stride_elems", 0))
     return from_pointers(number, addresses, c, int(d.kv_size), device)
