@@ -105,7 +105,7 @@ def _take(
         token_stride, at_head, step = k.strides[-3:]
         if len(k.shape) == 4:
             layers, layer_stride = k.shape[0], k.strides[0]
-        if head_size not in (None, width) or head_stride not in (None, at_head // size):
+        if head_size not in (None, width) or (heads > 1 and head_stride not in (None, at_head // size)):
             raise LayoutError(
                 f"key has heads of {width} elements, {at_head // size} apart; head_size is {head_size} and head_stride "
                 f"{head_stride}"

@@ -72,7 +72,6 @@ def test_keys_of_another_alignment_take_another_kernel(torch_like: TorchLike) ->
         values = rng.standard_normal((1, 5 * 64 + 8)).astype(np.float32)
         whole = torch_like.put("device", values)
         key = Tensor(whole.base, 4 * shift, (5, 64), (64, 1), "float32")
-        key.dim = lambda: 2  # type: ignore[attr-defined]
         ops.rotary_embedding_k_fused(positions[0], positions[1], key, 32, table, True)
         want = values.copy()
         part = want[0, shift : shift + 320].reshape(5, 2, 32)
@@ -80,6 +79,22 @@ def test_keys_of_another_alignment_take_another_kernel(torch_like: TorchLike) ->
         part[...] = oracle.rerotate(part, old, new, cache, True, "float32")
         np.testing.assert_array_equal(torch_like.take(whole), want)
     assert len(ops._launches._made) == 2
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_other_keys_with_gaps_take_the_launch_that_was_made(torch_like: TorchLike, heads: int) -> None:
+    rng = np.random.default_rng(3)
+    cache = rng.standard_normal((9, 16)).astype(np.float32)
+    positions = rng.integers(0, 9, (2, 5))
+    table, (old, new) = torch_like.put("device", cache), (torch_like.put("device", p) for p in positions)
+    for _ in range(3):
+        values = rng.standard_normal((5, heads, 40)).astype(np.float32)
+        whole = torch_like.put("device", values)
+        key = Tensor(whole.base, 4 * 24, (5, heads, 16), (heads * 40, 40, 1), "float32")
+        ops.rotary_embedding_k_fused_strided(old, new, key, 16, 40, table, True)
+        values[..., 24:] = oracle.rerotate(values[..., 24:], *positions, cache, True, "float32")
+        np.testing.assert_array_equal(torch_like.take(whole), values)
+    assert len(ops._launches._made) == 1
 
 
 def test_what_a_kernel_found_is_raised_once_by_the_next_call(torch_like: TorchLike) -> None:

@@ -48,6 +48,119 @@ def test_multi_layer(place: int | None, number: int, planes: int, direction: str
     rows.close()
 
 
+@pytest.mark.parametrize("said", [(0, 0, 0), (10**7, 3, 5), (14, 2, 2), (14, 2, 4), (6, 1, -1)])
+@pytest.mark.parametrize(("number", "planes"), [key for key in PAGED if isinstance(key[0], int)])
+def test_tensors_say_more_than_arguments(
+    place: int | None, number: int, planes: int, said: tuple[int, int, int]
+) -> None:
+    s = Shape(**{**shape_of(number).__dict__, "planes": planes})
+    paged, flat = kinds(place)
+    cache = Laid(paged, [PAGED[(number, planes)].shape(s)] * PAGED[(number, planes)].tensors(s), place, 1)
+    rows = Laid(flat, [(planes, s.nl, len(SLOTS), s.nh * s.d)], place, 2)
+    move(number, s, cache.arrays, rows.arrays, "2LTD", len(SLOTS), "store", "slot", SLOTS, 0)
+    where = "cpu" if place is None else place
+    ops.multi_layer_kv_transfer(
+        rows.tensors(2)[0], cache.tensors(2), slots_at(place, True), where, said[0], ops.D2H, number, *said[1:]
+    )
+    cache.check()
+    rows.check()
+    cache.close()
+    rows.close()
+
+
+def view_of(laid: Laid, array: np.ndarray) -> Tensor:
+    """A view of what was laid, as a tensor of elements of 2 bytes."""
+    shape, offset = (*array.shape[:-1], array.shape[-1] // 2), array.ctypes.data - laid.expected.ctypes.data
+    return Tensor(laid.memory, offset, shape, 2, (*(n // 2 for n in array.strides[:-1]), 1))
+
+
+# Format, planes, bytes of what a tensor is a view of, the view, and where a slot of a plane is in it.
+VIEWS: list[tuple[int, int, tuple[int, ...], Any, Any]] = [
+    (1, 2, (2, 14, 22), np.s_[..., :16], lambda a, k, s: a[k, s]),
+    (1, 2, (2, 14, 2, 12), np.s_[..., 2:10], lambda a, k, s: a[k, s]),
+    (1, 2, (2, 7, 2, 22), np.s_[..., :16], lambda a, k, s: a[k, s // 2, s % 2]),
+    (2, 2, (7, 2, 2, 22), np.s_[..., :16], lambda a, k, s: a[s // 2, k, s % 2]),
+    (3, 1, (14, 22), np.s_[:, 2:18], lambda a, k, s: a[s]),
+    (4, 2, (14, 3, 16), np.s_[:, 1], lambda a, k, s: a[s]),
+    (5, 1, (7, 2, 22), np.s_[..., :16], lambda a, k, s: a[s // 2, s % 2]),
+    (9, 2, (14, 2, 16), np.s_[:, 1], lambda a, k, s: a[s]),
+    (9, 2, (14, 2, 12), np.s_[..., :8], lambda a, k, s: a[s]),
+    (9, 2, (2, 14, 8), np.s_[...], lambda a, k, s: a[:, s]),
+    (11, 2, (14, 2, 2, 12), np.s_[..., :8], lambda a, k, s: a[s, :, k]),
+    (12, 1, (7, 2, 3, 8), np.s_[:, :, :2], lambda a, k, s: a[s // 2, :, s % 2]),
+    (13, 1, (14, 2, 12), np.s_[..., :8], lambda a, k, s: a[s]),
+    (18, 1, (8, 2, 16), np.s_[:7], lambda a, k, s: a[s // 2, s % 2]),
+]
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("case", range(len(VIEWS)))
+def test_flat_tensors_with_strides(place: int | None, case: int, direction: str) -> None:
+    number, planes, shape, view, at = VIEWS[case]
+    nl, apart = 2, number in (4, 9)  # K and V are tensors of their own
+    cache = Laid(kinds(place)[0], [shape] * (nl * planes if apart else nl), place, 1)
+    rows = Laid(kinds(place)[1], [(planes, nl, len(SLOTS), 16)], place, 2)
+    for (t, slot), k, layer in itertools.product(enumerate(SLOTS), range(planes), range(nl)):
+        if slot >= 0:
+            a, b = at(cache.arrays[k * nl * apart + layer][view], k, slot), rows.arrays[0][k, layer, t]
+            if direction == "store":
+                b[:] = a.ravel()
+            else:
+                a[...] = b.reshape(a.shape)
+    tensors = [view_of(cache, array[view]) for array in cache.arrays]
+    if shape[0] == 2 and number == 9:  # heads outside the tokens
+        tensors = [
+            Tensor(t.memory, t._offset, (t.shape[1], t.shape[0], t.shape[2]), 2, (t._strides[1], t._strides[0], 1))
+            for t in tensors
+        ]
+    where = "cpu" if place is None else place
+    way = int(direction == "store")
+    ops.multi_layer_kv_transfer(rows.tensors(2)[0], tensors, slots_at(place, True), where, 0, way, number)
+    cache.check()
+    rows.check()
+    if number == 9:
+        ops.multi_layer_kv_transfer_unilateral(rows.tensors(2)[0], tensors, slots_at(place, True), where, 0, way, 1)
+        cache.check()
+        rows.check()
+    cache.close()
+    rows.close()
+
+
+def test_one_layer_of_flat_tensors(place: int | None) -> None:
+    cache = Laid(kinds(place)[0], [(14, 22)] * 2, place, 1)
+    rows = Laid(kinds(place)[1], [(len(SLOTS), 16), (2, len(SLOTS), 16), (2, 1, len(SLOTS), 16)], place, 2)
+    for (at, slot), k in itertools.product(enumerate(SLOTS), range(2)):
+        if slot >= 0:
+            rows.arrays[1][k, at] = rows.arrays[2][k, 0, at] = cache.arrays[k][slot, :16]
+            if k == 0:
+                rows.arrays[0][at] = cache.arrays[k][slot, :16]
+    tensors, slots = [view_of(cache, a[:, :16]) for a in cache.arrays], slots_at(place, True)
+    one, two, all_layers = rows.tensors(2)
+    ops.single_layer_kv_transfer(one, tensors[0], slots, ops.D2H, 3)
+    ops.single_layer_kv_transfer_sgl(two, *tensors, slots, ops.D2H)
+    ops.load_and_reshape_flash(all_layers, *tensors, slots, 0)
+    cache.check()
+    rows.check()
+    cache.close()
+    rows.close()
+
+
+def test_tensors_beyond_the_layers_and_lists_of_addresses(place: int | None) -> None:
+    cache = Laid(kinds(place)[0], [(2, 14, 16)] * 3, place, 1)
+    rows = Laid(kinds(place)[1], [(2, 1, len(SLOTS), 16)], place, 2)
+    given: Any
+    for layer, number, given in ((0, 1, cache.tensors(2)), (1, 0, cache.tensors(2)[1:2]), (2, 1, cache.addresses[2:])):
+        for at, slot in enumerate(SLOTS):
+            if slot >= 0:
+                rows.arrays[0][:, 0, at] = cache.arrays[layer][:, slot]
+        where = "cpu" if place is None else place
+        ops.multi_layer_kv_transfer(rows.tensors(2)[0], given, slots_at(place, True), where, 14, ops.D2H, number)
+        rows.check()
+    cache.check()
+    cache.close()
+    rows.close()
+
+
 @pytest.mark.parametrize("kind", ["pinned", "device", "host"])
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("on_device", [False, True])
@@ -187,6 +300,49 @@ def test_bad_arguments() -> None:
         ops.single_layer_kv_transfer_sgl(key_value, k, v, np.array([0]), 1)
     cache.check()
     rows.check()
+
+
+@pytest.mark.parametrize(
+    ("shape", "item", "message"),
+    [
+        ((2, 2, 4, 24), 2, "has 48 bytes in elements of 2, must have 24, dense"),
+        ((2, 2, 4, 6), 2, "has 12 bytes in elements of 2, must have 24"),
+        ((2, 2, 4, 6), 4, "has 24 bytes in elements of 4, must have 24, dense, in elements of 2"),
+        ((2, 3, 4, 12), 2, "key_value has 3 layers, the paged tensors have 2"),
+        ((2, 4, 12), 2, r"key_value has shape \(2, 4, 12\), must be \[planes, layers, tokens, hidden\]"),
+    ],
+)
+@pytest.mark.parametrize("direction", [ops.D2H, ops.H2D])
+def test_tokens_must_be_those_of_the_tensors(
+    place: int | None, shape: tuple[int, ...], item: int, message: str, direction: Any
+) -> None:
+    cache = Laid(kinds(place)[0], [(2, 7, 2, 2, 12)] * 2, place, 1)
+    rows = Laid(kinds(place)[1], [(2, 3, 4, 24 * 2)], place, 2)
+    tokens = Tensor(rows.memory, rows.offsets[0], shape, item)
+    for number, given in ((1, cache.tensors(2)), (6, cache.tensors(2))):
+        with pytest.raises(ValueError, match=message):
+            ops.multi_layer_kv_transfer(
+                tokens, given, slots_at(place, True, [0, 1, 2, 3]), "cpu" if place is None else place, 14,
+                direction, number, 2, 6,
+            )  # fmt: skip
+    cache.check()
+    rows.check()
+    cache.close()
+    rows.close()
+
+
+@pytest.mark.parametrize("shape", [(2, 14), (14, 2, 2, 6, 1), (3, 14, 2, 6)])
+def test_tensors_of_other_shapes(shape: tuple[int, ...]) -> None:
+    cache = Laid("host", [(3 * 14 * 24,)], None, 1)
+    rows = Laid("host", [(2, 1, 1, 24)], None, 2)
+    tensor = Tensor(cache.memory, cache.offsets[0], shape, 2)
+    with pytest.raises(ValueError, match="format 1 takes tensors PBTHD or PSHD or PBTD or PSD, not of shape"):
+        ops.multi_layer_kv_transfer(rows.tensors(2)[0], [tensor], np.array([0]), "cpu", 14, 1, 1)
+    flat = Tensor(cache.memory, cache.offsets[0], (14, 12), 2)
+    with pytest.raises(ValueError, match="must have 2 or 3 axes"):
+        ops.single_layer_kv_transfer_sgl(rows.tensors(2)[0], flat, flat, np.array([0]), 1)
+    with pytest.raises(ValueError, match=r"must be \[2, layers, tokens, hidden\]"):
+        ops.load_and_reshape_flash(tensor, tensor, tensor, np.array([0]), 0)
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])

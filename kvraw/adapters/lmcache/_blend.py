@@ -11,7 +11,7 @@ import numpy as np
 from kvraw.adapters.lmcache._blend_groups import Group, address_of, group_of
 from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
-from kvraw.adapters.lmcache._planned import Stage, enqueue_stage, index_at, pieces, stages
+from kvraw.adapters.lmcache._planned import Stage, enqueue_stage, pieces, stages
 from kvraw.adapters.lmcache._types import ArgumentError, CBGroupSpec, StagingCopy
 from kvraw.arrays import I64, U64
 from kvraw.engines.device_state import DeviceState, device_state
@@ -117,7 +117,7 @@ def _work(
         table, slots = group.ends(stream) if mine else (None, None)
         for chosen, offset, count in _runs([row for row in mine if row[3]], group.tokens):
             assert slots is not None
-            ids = index_at("slot_mapping_base", address_of(spec.slot_mapping_base) + 8 * offset, count, group.device)
+            ids = address_of(spec.slot_mapping_base), offset
             row = Reached(slots.host[chosen], slots.seen[chosen], slots.link, slots.edges)
             work += pieces(group.copies, group.device, ([table], [row]), ids, 0, count)
     return work, used

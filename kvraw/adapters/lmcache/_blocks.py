@@ -15,12 +15,13 @@ from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, pageable, require_no_capture
 from kvraw.adapters.lmcache._paged import (
+    PLANES,
     Counts,
     Paged,
     Part,
+    addresses_of,
     from_pointers,
     from_tensors,
-    host_table,
     is_tensor,
 )
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
@@ -28,6 +29,7 @@ from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of
 from kvraw.arrays import ASK_DRIVER, I64, IndexVector, index_vector, is_pointer, tensor_view
 from kvraw.cache import PagedCache, require_host
 from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.formats import FORMATS
 from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["blocks_of", "ids_of", "multi_layer_block_kv_transfer", "object_side", "paged_of"]
 
+_FUSED = (10, 11, 12, 13)  # K and V of a head are one row
 _HALF_KNOWN = 2  # bytes of an element, where nothing tells
 
 
@@ -58,17 +61,36 @@ def element_size(shape_desc: Any, *tensors: Any) -> int:
     return _HALF_KNOWN
 
 
-def _is_table(value: Any) -> bool:
-    return is_tensor(value) and len(value.shape) == 1
+def _check_described(paged: Paged, d: Any, number: int, element: int) -> None:
+    """Check that a descriptor counts layers, tokens and bytes as the tensors do: objects are as large as it says.
+
+    What it leaves 0 it does not count; how many blocks there are only the tensors tell.
+    """
+    g, row, said = paged.geometry, paged.row, int(d.nh) * int(d.hs) * element
+    fits = [row]
+    if number == PLANES:  # hs may be the width of one plane or of all
+        fits.append(said)
+    elif number in FORMATS and FORMATS[number].mla:  # nh may count the heads of queries
+        fits.append(row * int(d.nh))
+    elif number in _FUSED:  # hs is one half of a head in some versions, both in others
+        fits += [2 * row, row * g.planes // max(int(d.kv_size), 1)]
+    for name, given, found, allowed in (
+        ("nl", int(d.nl), g.layers, [g.layers]),
+        ("bs", int(d.bs), g.block_size, [g.block_size]),
+        ("nh * hs * element_size", said, row, fits),
+    ):
+        if given > 0 and given not in allowed:
+            raise ArgumentError(f"shape_desc.{name} is {given}, the tensors have {found}")
 
 
 def paged_of(paged: Any, shape_desc: Any, number: int, device: int | None, objects: Any = ()) -> Paged:
     """The paged cache of a call: a tensor of addresses, a list of them, or the engine's tensors."""
     d = shape_desc
-    numbers = isinstance(paged, (list, tuple, np.ndarray)) and len(paged) and is_pointer(paged[0])
-    if not _is_table(paged) and not numbers:
-        return from_tensors(number, paged, int(d.bs), int(d.kv_size), device)
-    addresses = np.asarray(paged, np.uint64) if numbers else host_table(paged)
+    addresses = addresses_of("paged_buffer_ptrs", paged)
+    if addresses is None:
+        found = from_tensors(number, paged, int(d.bs), int(d.kv_size), device, int(d.nh) * int(d.hs))
+        _check_described(found, d, number, element_size(d, paged))
+        return found
     element = element_size(d, objects)
     c = Counts(d.nl, 0, d.nb, d.bs, d.nh, d.hs, element, getattr(d, "block_stride_elems", 0))
     return from_pointers(number, addresses, c, int(d.kv_size), device)
@@ -201,6 +223,13 @@ class Blocks:
             places.append(address)
         return places, there == len(places)
 
+    def _require_addresses(self, places: list[int]) -> None:
+        for at, address in enumerate(places):
+            if not 0 < address <= 2**64 - self.nbytes:
+                raise ArgumentError(
+                    f"lmcache_objects_ptrs[{at}] is {address}, must be the address of {self.nbytes} bytes"
+                ) from None
+
     def _on_device(self, places: list[int], known: bool) -> Reached | None:
         """Objects ready for the device's kernel, where they are known to lie on it.
 
@@ -242,6 +271,7 @@ class Blocks:
         device = self.paged.device
         row = self._on_device(places, known) if device is not None and self._open else None
         if row is None and self._plan is None:
+            self._require_addresses(places)
             row = reach(places, self.nbytes, device)
         if row is not None or self._plan is None:
             assert row is not None
@@ -261,8 +291,9 @@ class Blocks:
         places, known = self._places(objects)
         try:
             self._copy(places, known, ids, skip, stream, captured)
-        except PlacementError:
-            if device is None:
+        except (BoundsError, OverflowError, PlacementError) as error:
+            self._require_addresses(places)
+            if device is None or not isinstance(error, PlacementError):
                 raise
             with DeviceScope(device):
                 bad = [at for at, address in enumerate(places) if pageable(address, self.nbytes)]

@@ -11,6 +11,7 @@ from kvraw.adapters.tensors import current_stream
 from kvraw.codec import args
 from kvraw.codec.coder import prepare
 from kvraw.engines.grid import Launch, Launches, key_of
+from kvraw.errors import LayoutError
 from kvraw.rope.rotate import Call, launch_key
 
 __all__ = [
@@ -82,8 +83,27 @@ def decode_fast_prefsum(cdf: Any, bytestreams: Any, lengths_prefsum: Any, output
 def rotary_embedding_k_fused(
     old_positions: Any, new_positions: Any, key: Any, head_size: int, cos_sin_cache: Any, is_neox: bool
 ) -> None:
-    """Take the rotation of keys at their old positions back and apply that of the new ones, in place."""
-    rotary_embedding_k_fused_strided(old_positions, new_positions, key, head_size, head_size, cos_sin_cache, is_neox)
+    """Take the rotation of keys at their old positions back and apply that of the new ones, in place.
+
+    Keys are [tokens, heads * head_size], or [tokens, heads, head_size] with any strides; or [batch, tokens, heads,
+    head_size] with a position for each token of each row.
+    """
+    rotary_embedding_k_fused_strided(old_positions, new_positions, key, head_size, None, cos_sin_cache, is_neox)
+
+
+def _by_tokens(key: Any, head_stride: int) -> Any:
+    """Keys as [tokens, elements] where nothing lies between their heads, else as [tokens, heads, head size]."""
+    shape, strides = key.shape, key.stride()
+    if len(shape) == 4:
+        batch, tokens = shape[:2]
+        if batch > 1 and tokens > 1 and strides[0] != tokens * strides[1]:
+            raise LayoutError(f"key has shape {tuple(shape)}, strides {strides}: rows of tokens must follow each other")
+        key = key.view(batch * tokens, *shape[2:])
+        shape, strides = key.shape, key.stride()
+    if len(shape) != 3 or strides[2] != 1 or (shape[1] != 1 and strides[1] != shape[2]):
+        return key
+    width = shape[1] * shape[2]
+    return key if head_stride <= 0 or width % head_stride else key.view(shape[0], width)
 
 
 def rotary_embedding_k_fused_strided(
@@ -91,17 +111,17 @@ def rotary_embedding_k_fused_strided(
     new_positions: Any,
     key: Any,
     head_size: int,
-    head_stride: int,
+    head_stride: int | None,
     cos_sin_cache: Any,
     is_neox: bool,
 ) -> None:
-    """The same for heads that are `head_stride` elements apart."""
+    """The same for heads that are `head_stride` elements apart, with what lies between them or without."""
     found = launch_key((is_neox, head_size, head_stride), key, old_positions, new_positions, cos_sin_cache)
     launch = _launches.get(found)
     tensors = (key, old_positions, new_positions, cos_sin_cache)
     if launch is None:
-        flat = key if key.dim() == 2 else key.view(key.shape[0], -1)
-        call = Call.take((flat, *tensors[1:]), is_neox, head_size, head_stride)
+        taken = _by_tokens(key, head_stride or head_size), *tensors[1:]
+        call = Call.take(taken, is_neox, head_size, head_stride)
         if call is None:
             return
         if call.on_host:

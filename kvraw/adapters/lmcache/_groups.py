@@ -12,7 +12,7 @@ from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
 from kvraw.adapters.lmcache._phases import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
-from kvraw.adapters.lmcache._planned import enqueue_stage, index_at, pieces, stages, table_on, words
+from kvraw.adapters.lmcache._planned import enqueue_stage, pieces, stages, table_on, words
 from kvraw.adapters.lmcache._types import (
     ArgumentError,
     BatchStep,
@@ -117,9 +117,7 @@ def _launches(
         skip = 0
     if total <= skip:
         return []
-    where, device = spec.block_ids_base + at * 8, group.device
-    ids = index_at("block_ids_base", where, total, device)
-    return pieces(group.copies, device, ends, ids, skip, total - skip)
+    return pieces(group.copies, group.device, ends, (spec.block_ids_base, at), skip, total - skip)
 
 
 def execute_object_group_transfer(

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvraw import config
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._types import ArgumentError
-from kvraw.arrays import U64, pointer_vector
+from kvraw.arrays import U64, is_pointer, pointer_vector
 from kvraw.cache import require_host
 from kvraw.errors import PlacementError
 from kvraw.formats import FORMATS
@@ -24,7 +25,7 @@ from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import locate_all
 
-__all__ = ["Counts", "Paged", "Part", "from_pointers", "from_tensors", "host_table", "is_tensor", "parts_of"]
+__all__ = ["Counts", "Paged", "Part", "addresses_of", "from_pointers", "from_tensors", "is_tensor", "parts_of"]
 
 SCALES, INDEXER, PLANES = 4, 14, 17  # bytes of a token's scale; the formats that are several layouts at once
 _ENDLESS = 1 << 31  # blocks, where the caller does not say how many there are
@@ -252,12 +253,16 @@ def from_pointers(number: int, addresses: U64, c: Counts, kv_size: int, device: 
     return _intern((number, addresses.tobytes(), c, kv_size, device), make)
 
 
-# Axes of the tensors of each format, letters as in `kvraw.formats`: S blocks * block_size, 2 and 1 axes of that size.
+# Axes that tensors of each format may have, letters as in `kvraw.formats`, D a token's row where there is no H; S is
+# blocks * block_size, 2 and 1 are axes of that size.
 _DIMS: dict[int, tuple[str, ...]] = {
-    0: ("BLPTHD",), 1: ("PBTHD",), 2: ("BPTHD",), 3: ("BTD", "BT1D"), 4: ("SHD", "BTHD"), 5: ("S1D", "SD", "BT1D"),
-    6: ("PBHTD",), 7: ("BPHTD",), 8: ("BLPHTD",), 9: ("BTHD",), 10: ("BHTD", "BHT2D"), 11: ("BTHD", "BTH2D"),
-    12: ("BHTD",), 13: ("BTHD",), 14: ("BTD",), 15: ("PBH1TD",), 16: ("BTHD",), 17: ("BT1D", "BTD"), 18: ("BTHD",),
+    0: ("BLPTHD", "BLPTD"), 1: ("PBTHD", "PSHD", "PBTD", "PSD"), 2: ("BPTHD", "BPTD"), 3: ("BTD", "BT1D", "SD"),
+    4: ("SHD", "BTHD", "BTD", "SD"), 5: ("S1D", "BTD", "BT1D", "SD"), 6: ("PBHTD",), 7: ("BPHTD",), 8: ("BLPHTD",),
+    9: ("BTHD", "SHD", "BTD", "SD"), 10: ("BHTD", "BHT2D"), 11: ("BTHD", "BTH2D", "SH2D", "SHD", "BTD", "SD"),
+    12: ("BHTD",), 13: ("BTHD", "SHD", "BTD", "SD"), 14: ("BTD",), 15: ("PBH1TD",),
+    16: ("BTHD", "SHD", "BTD", "SD"), 17: ("BT1D", "BTD"), 18: ("BTHD", "SHD", "BTD", "SD"),
 }  # fmt: skip
+_FIXED = {"P": 2, "2": 2, "1": 1}
 
 
 def is_tensor(value: Any) -> bool:
@@ -269,13 +274,29 @@ def _flatten(tensors: Any) -> list[Any]:
     return [x for t in tensors for x in _flatten(t)] if isinstance(tensors, (list, tuple)) else [tensors]
 
 
-def _axes(number: int, tensor: Any, block_size: int, planes: int) -> tuple[dict[str, int], dict[str, int]]:
+def _dims(number: int, shape: tuple[int, ...], halves: bool, row: int) -> str:
+    """The axes of a tensor: of those that fit its shape, the ones whose tokens have `row` elements, else the first."""
+    fit = [
+        dims
+        for dims in _DIMS[number]
+        if len(dims) == len(shape)
+        and all(n == _FIXED.get(a, n) for a, n in zip(dims, shape, strict=True))
+        and ("H" in dims or not halves)
+    ]
+    if not fit:
+        raise ArgumentError(
+            f"format {number} takes tensors {' or '.join(_DIMS[number])}, not of shape {shape} (B blocks, T tokens of "
+            f"a block, S both, L layers, P planes, H heads, D elements)"
+        )
+    row *= 1 + halves
+    rows = (prod(n for a, n in zip(dims, shape, strict=True) if a in "HD2") for dims in fit)
+    return next((dims for dims, found in zip(fit, rows, strict=True) if found == row), fit[0])
+
+
+def _axes(number: int, tensor: Any, block_size: int, planes: int, row: int) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes and byte strides of a tensor's axes."""
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    dims = next((d for d in _DIMS[number] if len(d) == len(shape)), None)
-    if dims is None:
-        raise ArgumentError(f"format {number} takes tensors of {len(_DIMS[number][0])} axes, not of shape {shape}")
-    unit = tensor.element_size()
+    shape, strides, halves = tuple(tensor.shape), tensor.stride(), planes == 2 and number in (10, 11)
+    dims, unit = _dims(number, shape, halves, row), tensor.element_size()
     size, step = {"L": 1, "H": 1}, {}
     for letter, count, stride in zip(dims, shape, strides, strict=True):
         size[letter], step[letter] = int(count), int(stride) * unit
@@ -294,33 +315,37 @@ def _axes(number: int, tensor: Any, block_size: int, planes: int) -> tuple[dict[
             raise ArgumentError("the halves of a fused tensor lie apart, must be one row")
         else:
             size["D"] *= 2
-    elif planes == 2 and number in (10, 11):
+    elif halves:
         size["D"] //= 2
         step["P"] = size["D"] * unit
     if size["D"] > 1 and step["D"] != unit:
         raise ArgumentError(f"the last axis of a tensor has a stride of {step['D']} bytes, must be dense")
-    if size.get("P", 2) != 2 or size.pop("1", 1) != 1:
-        raise ArgumentError(f"a tensor of format {number} has shape {shape}")
     step.pop("1", None)
     return size, {**step, "D": unit}
 
 
-def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, device: int | None) -> Paged:
-    """A paged cache from tensors, whose strides rule."""
+def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, device: int | None, row: int = 0) -> Paged:
+    """A paged cache from tensors, whose shapes and strides rule.
+
+    `block_size` matters where blocks and tokens are one axis, and `row`, the elements of a token of one layer and
+    plane, where a shape can be read in several ways.
+    """
     flat = _flatten(tensors)
     if not flat or not all(is_tensor(t) for t in flat):
-        raise TypeError("paged_buffer_ptrs_tensor must hold tensors, or be a 1-D tensor of addresses")
+        raise TypeError("the paged cache must hold tensors, or be a 1-D tensor of addresses")
     depth = len(tensors[0]) if number == PLANES and isinstance(tensors[0], (list, tuple)) else 1
     seen = tuple((t.data_ptr(), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
 
     def make() -> Paged:
         addresses = pointer_vector("paged_buffer_ptrs", [s[0] for s in seen])
-        for at, row in enumerate(seen):
-            if row[1:] != seen[at % depth][1:]:
-                raise ArgumentError(f"tensor {at} has shape, strides {row[1:3]}, tensor {at % depth} others")
+        for at, one in enumerate(seen):
+            if one[1:] != seen[at % depth][1:]:
+                raise ArgumentError(f"tensor {at} has shape, strides {one[1:3]}, tensor {at % depth} others")
         planes = _planes(number, kv_size)
-        size, step = _axes(number, flat[0], block_size, planes)
+        size, step = _axes(number, flat[0], block_size, planes, row)
         element = flat[0].element_size()
+        if number == INDEXER and size["T"] > 1 and step["T"] != size["D"] * element:
+            raise ArgumentError(f"tokens of a page lie {step['T']} bytes apart, must be {size['D'] * element}")
         layers = size["L"] if number in (0, 8) else len(flat) // (depth if number == PLANES else 1)
         if number in (4, 9, 16):
             layers //= 2
@@ -333,7 +358,7 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
                     p,
                     layout=replace(
                         p.layout,
-                        given=tuple(x for x in _axes(number, t, block_size, 1)[1].items()),
+                        given=tuple(x for x in _axes(number, t, block_size, 1, 0)[1].items()),
                     ),
                 )
                 for p, t in zip(parts_of(number, c, widths=widths), flat, strict=False)
@@ -347,12 +372,19 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
                 parts = (replace(parts[0], layout=tight),)
         return Paged(addresses, parts, device)
 
-    return _intern((number, seen, depth, block_size, kv_size, device), make)
+    return _intern((number, seen, depth, block_size, kv_size, device, row), make)
 
 
-def host_table(tensor: Any) -> U64:
+def _host_table(tensor: Any) -> U64:
     """Addresses out of a 1-D int64 or uint64 tensor; one on a device is read once, and again when torch changed it."""
     if len(tensor.shape) != 1 or str(tensor.dtype) not in ("torch.int64", "torch.uint64"):
         raise TypeError(f"a table of addresses has shape {tuple(tensor.shape)} and {tensor.dtype}, must be 1-D int64")
     found: U64 = remembered(tensor, ("table",), lambda: tensor.detach().cpu().numpy().view(np.uint64))
     return found
+
+
+def addresses_of(name: str, given: Any) -> U64 | None:
+    """Addresses out of a table or a list of numbers; None where it is neither."""
+    if isinstance(given, (list, tuple, np.ndarray)) and len(given) and is_pointer(given[0]):
+        return pointer_vector(name, given)
+    return _host_table(given) if is_tensor(given) and len(given.shape) == 1 else None

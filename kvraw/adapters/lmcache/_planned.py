@@ -13,13 +13,13 @@ from kvraw.adapters.lmcache._copies import check_range, enqueue_split
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.arrays import ASK_DRIVER, U64, IndexVector
 from kvraw.engines.device_state import DeviceState
-from kvraw.engines.operands import Operands, require_index
+from kvraw.engines.operands import Operands, check_host_index, require_index
 from kvraw.prepared import DeviceTable, PreparedCopy
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
 from kvraw.runtime.memory import PinnedBuffer, locate_all
 
-__all__ = ["Stage", "enqueue_stage", "index_at", "pieces", "stages", "table_on", "words"]
+__all__ = ["Stage", "enqueue_stage", "pieces", "stages", "table_on", "words"]
 
 Stage = tuple[int, int, int, int]  # a staging copy: destination, source, bytes, offset in the host buffer
 
@@ -65,14 +65,6 @@ def table_on(name: str, address: int, entries: int, device: int, stream: int | N
     return DeviceTable(address, entries, bits)
 
 
-def index_at(name: str, address: int, count: int, device: int | None) -> IndexVector:
-    """The int64 ids at an address, of a device or of the host."""
-    if device is None:
-        return IndexVector(host_ids(address, count), 0, count)
-    require_index(name, IndexVector(None, address, count, 8, ASK_DRIVER), device)
-    return IndexVector(None, address, count, 8, device)
-
-
 class _Launch:
     """A copy that the kernel carries out, ready."""
 
@@ -90,23 +82,36 @@ def pieces(
     copies: Copies,
     device: int | None,
     ends: tuple[Sequence[Any], Sequence[Any]],
-    ids: IndexVector,
+    ids: tuple[int, int],
     first: int,
     count: int,
 ) -> list[Any]:
-    """The copies of items `first` to `first + count` between tables and objects, ready: to be enqueued, or called."""
+    """The copies of items `first` to `first + count` between tables and objects, ready: to be enqueued, or called.
+
+    `ids` are the address of a list of int64 ids, and where in it item 0 has its own. In host memory they are checked.
+    """
+    base, before = ids
+    address, total = base + 8 * before, first + count
     found: list[Any] = []
     to_host = copies.to_host
+    if device is None:
+        index = IndexVector(host_ids(address, total), 0, total)
+        for copy in copies.each:
+            side = copy.plan.src if to_host else copy.plan.dst
+            check_host_index(copies.index, host_ids(base, before + total), side, before + first)
+    else:
+        require_index(f"{copies.index}_base", IndexVector(None, address, total, 8, ASK_DRIVER), device)
+        index = IndexVector(None, address, total, 8, device)
     for copy, table, objects in zip(copies.each, *ends, strict=True):
         if device is not None and copies.kernel:
-            flat = Operands(objects.seen), Operands(_NONE, ids, table)
+            flat = Operands(objects.seen), Operands(_NONE, index, table)
             found.append(_Launch(copy, flat[::-1] if to_host else flat, first, count, objects.link))
             continue
         work = copy.ready if device is not None else partial(partial, copy)
         if to_host:
-            found.append(work(table, objects, count, src_index=ids, first=first))
+            found.append(work(table, objects, count, src_index=index, first=first))
         else:
-            found.append(work(objects, table, count, dst_index=ids, first=first))
+            found.append(work(objects, table, count, dst_index=index, first=first))
     return found
 
 

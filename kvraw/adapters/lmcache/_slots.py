@@ -9,10 +9,18 @@ import numpy as np
 from kvraw.adapters.lmcache._blocks import ids_of
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, require_no_capture
-from kvraw.adapters.lmcache._paged import INDEXER, Counts, Paged, Part, from_pointers, from_tensors, host_table
+from kvraw.adapters.lmcache._paged import (
+    INDEXER,
+    PLANES,
+    Counts,
+    Paged,
+    Part,
+    addresses_of,
+    from_pointers,
+    from_tensors,
+)
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, tensor_device
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla
-from kvraw.arrays import U64, pointer_vector
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import FORMATS
 from kvraw.plan import Side
@@ -67,10 +75,11 @@ class _Rows:
         layer: int | None,
     ) -> None:
         row, g = paged.row, paged.geometry
-        if shape[-1] * unit != row or (strides[-1] != 1 and shape[-1] > 1):
+        element = g.element_size if paged.whole else unit
+        if shape[-1] * unit != row or unit != element or (strides[-1] != 1 and shape[-1] > 1):
             raise ArgumentError(
-                f"a token of shape {tuple(shape)}, strides {strides} has {shape[-1] * unit} bytes, must have {row}, "
-                f"dense"
+                f"a token of shape {tuple(shape)}, strides {strides} has {shape[-1] * unit} bytes in elements of "
+                f"{unit}, must have {row}, dense, in elements of {element} as in the paged cache"
             )
         by_plane, by_layer, self._step = (0 if a is None else strides[a] * unit for a in (plane, layer, token))
         self.paged, self.to_host, self.count = paged, to_host, shape[token]
@@ -157,14 +166,17 @@ def _rows(
     return paged.ready(("rows", to_host, shape, strides, unit, token, plane, layer, without), make)
 
 
-def _addresses(ptrs: Any) -> U64 | None:
-    """Addresses of a table or of dense tensors; None where the tensors have strides of their own."""
-    if not isinstance(ptrs, (list, tuple)):
-        return host_table(ptrs) if len(ptrs.shape) == 1 else _addresses([ptrs])
-    flat = [t for entry in ptrs for t in (entry if isinstance(entry, (list, tuple)) else [entry])]
-    if not all(t.is_contiguous() for t in flat):
-        return None
-    return pointer_vector("key_value_ptrs", [t.data_ptr() for t in flat])
+def _of_tensors(number: int, given: Any, kv_size: int, layers: int, hidden: int, device: int | None) -> Paged:
+    """A paged cache from tensors, whose tokens have `hidden` elements; those beyond the layers are left out."""
+    tensors = list(given) if isinstance(given, (list, tuple)) else [given]
+    if number == 0 and (len(tensors) != 1 or (layers == 1 and len(getattr(tensors[0], "shape", ())) < 6)):
+        number = 1
+    if number in (INDEXER, PLANES) or FORMATS[number].pointers == "L":
+        tensors = tensors[:layers]
+    paged = from_tensors(number, tensors, 1, kv_size, device, hidden)
+    if paged.geometry.layers != layers:
+        raise ArgumentError(f"key_value has {layers} layers, the paged tensors have {paged.geometry.layers}")
+    return paged
 
 
 def counts_of(
@@ -178,7 +190,11 @@ def counts_of(
     head_size: int,
     stride: int = 0,
 ) -> Counts:
-    """Counts of a call by slots, whose tokens have `hidden` elements: blocks and heads only where they matter."""
+    """Counts of a call by slots and addresses, whose tokens have `hidden` elements.
+
+    Blocks and heads only where they matter. The head size of formats 10 and 12 is one half of a head where twice as
+    much divides `hidden`, else both.
+    """
     fused, halves = planes == 1 and number in (10, 12), planes == 2 and number in (10, 11)
     if number in _TOKEN_ROWS and not stride:
         block_size = 1
@@ -186,7 +202,6 @@ def counts_of(
         raise ArgumentError(f"block_size is {block_size}, must be positive for format {number}")
     heads = 1
     if halves or (number != INDEXER and FORMATS[number].hnd):
-        # The argument is one half of a fused head; newer callers pass both halves already.
         width = 2 * head_size if fused and head_size > 0 and hidden % (2 * head_size) == 0 else head_size
         if width <= 0 or hidden % width:
             raise ArgumentError(f"head_size is {head_size}, must divide {hidden} for format {number}")
@@ -209,23 +224,31 @@ def multi_layer_kv_transfer(
 ) -> None:
     """Move tokens of all layers between a paged cache and ``key_value`` [planes, layers, tokens, hidden].
 
-    Token i goes with slot i of `slot_mapping`; the first `skip_prefix_n_tokens` are left out. `head_size` counts
-    elements, and matters where heads are outside the tokens of a block. Format 0 is one cross-layer tensor where one
-    address is given, and is taken as format 1 where there is one per layer.
+    Token i goes with slot i of `slot_mapping`; the first `skip_prefix_n_tokens` are left out. Format 0 is one
+    cross-layer tensor where one address is given, and is taken as format 1 where there is one per layer.
+
+    Where tensors are given, their shapes and strides rule; `page_buffer_size` and what follows the format describe
+    addresses. `head_size` counts elements, and matters where heads are outside the tokens of a block. Of formats 10 and
+    12 it is one half of a head, K or V, or both where twice as much is no divisor of `hidden`: an even number of heads
+    of both halves cannot be told from twice as many of one, and is read as these.
     """
     to_host, number = direction_of(direction), format_of(engine_kv_format)
     if not isinstance(key_value_ptrs, (list, tuple)) and not hasattr(key_value_ptrs, "data_ptr"):
         raise TypeError(f"Expected torch.Tensor or list, but got {type(key_value_ptrs).__name__}")
-    device, shape = device_index(paged_memory_device), key_value.shape
-    kv_size = shape[0]
+    try:
+        kv_size, layers, _, hidden = key_value.shape
+    except ValueError:
+        shape = tuple(key_value.shape)
+        raise ArgumentError(f"key_value has shape {shape}, must be [planes, layers, tokens, hidden]") from None
+    device, element = device_index(paged_memory_device), key_value.element_size()
 
     def make() -> Paged:
-        addresses = _addresses(key_value_ptrs)
-        if addresses is None or number == 17:
-            paged = from_tensors(number, key_value_ptrs, block_size, kv_size, device)
+        addresses = addresses_of("key_value_ptrs", key_value_ptrs)
+        if addresses is None:
+            paged = _of_tensors(number, key_value_ptrs, kv_size, layers, hidden, device)
         else:
             form = 1 if number == 0 and len(addresses) > 1 else number
-            given = kv_size, shape[1], shape[3], key_value.element_size()
+            given = kv_size, layers, hidden, element
             c = counts_of(form, *given, page_buffer_size, block_size, head_size, block_stride_elems)
             paged = from_pointers(form, addresses, c, kv_size, device)
         if paged.geometry.planes != kv_size:
@@ -233,7 +256,7 @@ def multi_layer_kv_transfer(
         return paged
 
     sizes = page_buffer_size, block_size, head_size, block_stride_elems
-    key = ("slots", number, device, *sizes, kv_size, shape[1], shape[3], key_value.element_size())
+    key = ("slots", number, device, *sizes, kv_size, layers, hidden, element)
     paged = remembered(key_value_ptrs, key, make)
     rows = _rows(paged, to_host, key_value, token=2, plane=0, layer=1)
     rows.move(key_value, 0, slot_mapping, max(int(skip_prefix_n_tokens), 0))
@@ -268,17 +291,15 @@ def single_layer_kv_transfer(
     """
     to_host, number = direction_of(direction), format_of(engine_kv_format)
     lmc, tensor = lmc_key_value_cache, vllm_key_value_cache
-    planes = int(lmc.shape[1 if token_major else 0]) if len(lmc.shape) == 3 else 1
+    shape = lmc.shape
+    planes, hidden = int(shape[1 if token_major else 0]) if len(shape) == 3 else 1, shape[-1]
 
     def make() -> Paged:
         if number in (4, 9, 16, 17):
             raise ArgumentError(f"Unsupported EngineKVFormat {number}: a layer of it is no single tensor")
-        block_size = int(tensor.shape[0]) if number == 5 and len(tensor.shape) == 3 else 0
-        # A tensor of three axes may be handed in by blocks.
-        form = 3 if number == 5 and len(tensor.shape) == 3 and tensor.shape[1] != 1 else number
-        return from_tensors(form, tensor, block_size, planes, tensor_device(tensor))
+        return from_tensors(number, tensor, 1, planes, tensor_device(tensor), hidden)
 
-    paged = remembered(tensor, ("layer", number, planes), make)
+    paged = remembered(tensor, ("layer", number, planes, hidden), make)
     _one_layer(lmc, paged, to_host, token_major).move(lmc, 0, slot_mapping)
 
 
@@ -287,6 +308,8 @@ def _one_layer(lmc: Any, paged: Paged, to_host: bool, token_major: bool) -> _Row
         raise ArgumentError(f"the paged tensor holds {paged.geometry.layers} layers, must hold 1")
     plane, token, planes = None, 0, 1
     if len(lmc.shape) != 2:
+        if len(lmc.shape) != 3:
+            raise ArgumentError(f"the tokens have shape {tuple(lmc.shape)}, must have 2 or 3 axes")
         plane, token = (1, 0) if token_major else (0, 1)
         planes = int(lmc.shape[plane])
     if planes != paged.geometry.planes:
@@ -294,9 +317,9 @@ def _one_layer(lmc: Any, paged: Paged, to_host: bool, token_major: bool) -> _Row
     return _rows(paged, to_host, lmc, token=token, plane=plane)
 
 
-def _two_tensors(keys: Any, values: Any) -> Paged:
+def _two_tensors(keys: Any, values: Any, hidden: int) -> Paged:
     both = [keys, values]
-    return remembered(both, ("two",), lambda: from_tensors(_KV_LIST, both, 0, 2, tensor_device(keys)))
+    return remembered(both, ("two", hidden), lambda: from_tensors(_KV_LIST, both, 1, 2, tensor_device(keys), hidden))
 
 
 def single_layer_kv_transfer_sgl(
@@ -308,18 +331,19 @@ def single_layer_kv_transfer_sgl(
     token_major: bool = False,
 ) -> None:
     """Move tokens of one layer whose keys and values are two tensors [blocks, block_size, heads, head_size]."""
-    rows = _one_layer(
-        lmc_key_value_cache, _two_tensors(sgl_key_cache, sgl_value_cache), direction_of(direction), token_major
-    )
-    rows.move(lmc_key_value_cache, 0, slot_mapping)
+    lmc, to_host = lmc_key_value_cache, direction_of(direction)
+    paged = _two_tensors(sgl_key_cache, sgl_value_cache, lmc.shape[-1])
+    _one_layer(lmc, paged, to_host, token_major).move(lmc, 0, slot_mapping)
 
 
 def _flash(key_value: Any, key_cache: Any, value_cache: Any, slots: Any, layer_idx: int, to_host: bool) -> None:
-    if not 0 <= layer_idx < key_value.shape[1]:
-        raise BoundsError(f"layer_idx is {layer_idx}, must be in [0, {key_value.shape[1]})")
-    if key_value.shape[0] != 2:
-        raise ArgumentError(f"the tokens have {key_value.shape[0]} planes, must have 2")
-    rows = _rows(_two_tensors(key_cache, value_cache), to_host, key_value, token=1, plane=0, without=1)
+    shape = key_value.shape
+    if len(shape) != 4 or shape[0] != 2:
+        raise ArgumentError(f"key_value has shape {tuple(shape)}, must be [2, layers, tokens, hidden]")
+    if not 0 <= layer_idx < shape[1]:
+        raise BoundsError(f"layer_idx is {layer_idx}, must be in [0, {shape[1]})")
+    paged = _two_tensors(key_cache, value_cache, shape[-1])
+    rows = _rows(paged, to_host, key_value, token=1, plane=0, without=1)
     rows.move(key_value, layer_idx * key_value.stride(1) * key_value.element_size(), slots)
 
 
