@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvraw.adapters import captures, tensors
+from kvraw.adapters import tensors
 from kvraw.adapters.found import raise_found
 from kvraw.engines import copy_engine
 from kvraw.engines.aside import in_order
@@ -63,4 +63,4 @@ def enqueue(
                         raise
                     raise DriverError(error.name, error.code, error.call, index=begin + error.index) from error
 
-        captures.keep(device, in_order(device_state(device), stream, work, pageable=pageable, refs=refs))
+        in_order(device_state(device), stream, work, pageable=pageable, refs=refs)

@@ -144,6 +144,7 @@ def _by_pages(
     device, token, count = int(src_indices.get_device()), staging[1], len(pages) * page_size
     index = index_on_device(src_indices, count, device)
     on_host = [tensors.span(t) for t in dst if not t.is_cuda]
+    apart = np.unique(np.array([t.data_ptr() for t in (*staging[2], *dst)], np.uint64))
     # Once: what a part of this operation finds stops no other part.
     captured = raise_found(device, tensors.current_stream(device))
     for begin in range(0, count, room):  # the stream's order keeps a part's copies before the next part's kernel
@@ -154,7 +155,7 @@ def _by_pages(
         at = np.arange(0, many * token, page_size * token, dtype=np.uint64)
         ends = [_each(dst, to), _each(staging[2], at)]
         copies = Descriptors(ends[0], ends[1], np.full(len(ends[0]), page_size * token, np.uint64))
-        enqueue(copy_engine.merge(copies), device, on_host=on_host, refs=(staging, dst), raising=False)
+        enqueue(copy_engine.merge(copies, apart), device, on_host=on_host, refs=(staging, dst), raising=False)
 
 
 def _each(group: tuple[Any, ...], offsets: U64) -> U64:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters import captures, tensors
+from kvraw.adapters import tensors
 from kvraw.adapters.found import raise_found
 from kvraw.adapters.sglang_batch import enqueue
 from kvraw.adapters.sglang_direct import device_of
@@ -86,11 +86,7 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
         engine = "copy" if found[0].pageable or found[1].pageable else "auto"
     index = [IndexVector(np.ascontiguousarray(column), 0, len(column)) for column in mapping.T]
     copy = _blocks(block_size_in_bytes, limits, device, engine)
-    done = copy(
-        bases[0], bases[1], len(mapping), src_index=index[0], dst_index=index[1], stream=stream, refs=(src, dst)
-    )
-    if device is not None:
-        captures.keep(device, done.completion)
+    copy(bases[0], bases[1], len(mapping), src_index=index[0], dst_index=index[1], stream=stream, refs=(src, dst))
 
 
 def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False) -> None:
@@ -182,8 +178,7 @@ def _by_kernel(
             if copy.choose(link, True, capturing, count) == "copy":
                 continue
             ends = [Operands(one.seen if mine is None else one.seen[mine]) for one in found]
-            done = copy.launch(device_state(device), ends[0], ends[1], count, stream, link=link, captured=capturing)
-            captures.keep(device, done.completion)
+            copy.launch(device_state(device), ends[0], ends[1], count, stream, link=link, captured=capturing)
             gone = np.ones(count, bool) if mine is None else mine
             left = ~gone if left is None else left & ~gone
     return left

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["BatchCopy", "PointerAttributes", "Relaxed"]
+__all__ = ["BatchCopy", "PointerAttributes", "PointerInfo", "Relaxed"]
 
 _P = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
@@ -17,6 +18,17 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # CU_POINTER_ATTRIBUTE_* of what `PointerAttributes` answers, in its order.
 _MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE = 2, 8, 9, 3, 11, 12
 _ASKED = (_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class PointerInfo:
+    """What the driver knows of an address: its kind, device, device-side address and enclosing allocation."""
+
+    kind: str  # "device", "host" (pinned or host-registered) or "managed"
+    device: int
+    device_address: int
+    base: int
+    size: int
 
 
 class _Attributes(ctypes.Structure):

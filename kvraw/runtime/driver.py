@@ -10,13 +10,12 @@ import os
 import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 
 from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
-from kvraw.runtime.direct_calls import BatchCopy, PointerAttributes, Relaxed
+from kvraw.runtime.direct_calls import BatchCopy, PointerAttributes, PointerInfo, Relaxed
 
 __all__ = [
     "CudaDriver",
@@ -38,17 +37,6 @@ _HOST, _DEVICE, _ARRAY, _UNIFIED = 1, 2, 3, 4
 _CAPTURE_NONE = 0
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-
-
-@dataclass(frozen=True, slots=True)
-class PointerInfo:
-    """What the driver knows of an address: its kind, device, device-side address and enclosing allocation."""
-
-    kind: str  # "device", "host" (pinned or host-registered) or "managed"
-    device: int
-    device_address: int
-    base: int
-    size: int
 
 
 class CudaDriver:

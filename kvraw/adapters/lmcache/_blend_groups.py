@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters.captures import keep
 from kvraw.adapters.lmcache._blocks import object_side, reach
 from kvraw.adapters.lmcache._paged import INDEXER, PLANES, from_pointers
 from kvraw.adapters.lmcache._planned import table_on, words
@@ -115,8 +114,7 @@ class _Turn:
 
     def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> None:
         """Enqueue it on the operation's stream, as an operation of its own; the device's context is current."""
-        done = self._launch.start(operation.stream, (), capturing, values=self._values)
-        keep(self._launch.device, done)
+        self._launch.start(operation.stream, (), capturing, values=self._values)
 
 
 class Group:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters import captures
 from kvraw.adapters.lmcache._blocks import object_side
 from kvraw.adapters.lmcache._copies import check_alignment, check_range
 from kvraw.adapters.lmcache._paged import Counts, Paged, from_pointers
@@ -149,4 +148,4 @@ def execute_direct_copy_transfer(
             for d in work:
                 copy_engine.enqueue(d, operation.stream, capturing=capturing, pageable=pageable)
 
-        captures.keep(where, in_order(device_state(where), stream, enqueue, pageable=pageable))
+        in_order(device_state(where), stream, enqueue, pageable=pageable)

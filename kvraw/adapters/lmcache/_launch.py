@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvraw.adapters.captures import keep
 from kvraw.adapters.found import nobody, teller
 from kvraw.adapters.lmcache._place import watch
 from kvraw.arrays import IndexVector
@@ -100,6 +99,4 @@ class Copies:
                 done = copy.launch(
                     state, src, dst, count, stream, first=first, link=row.link, captured=captured, told=told, refs=ids
                 )
-                if captured and told is None:
-                    keep(device, done.completion)
         return done

@@ -10,14 +10,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from kvraw.adapters import captures
 from kvraw.adapters.found import raise_found
 from kvraw.engines.grid import Operation
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.prepared import Copy
 from kvraw.runtime.context import DeviceScope, current_device
 from kvraw.runtime.driver import driver_or_none
-from kvraw.runtime.inflight import Completion
+from kvraw.runtime.inflight import Captured, Completion
 from kvraw.transfer_plan import Transfer
 
 __all__ = ["current_stream", "device_index", "raise_seen", "tensor_device", "this_device", "watch"]
@@ -94,7 +93,7 @@ def current_stream(device: int) -> int:
 def watch(device: int, copy: Transfer | Copy | Operation, unseen: bool = True) -> None:
     """Remember a copy that nobody waits for where only the device has seen its ids, and in any case one of a graph."""
     completion: Completion | None = getattr(copy, "_completion", None)
-    if captures.keep(device, completion):
+    if type(completion) is Captured:
         if unseen and completion is not None:
             _captured[device].append(completion)
     elif unseen:
