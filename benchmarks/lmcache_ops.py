@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 import kvraw.adapters.lmcache as ours
@@ -132,6 +133,22 @@ class Setting:
 
         return work
 
+    def retrieval(self, host: list[Any], slots: list[Any]) -> Callable[[], None]:
+        """CacheBlend's: 16 chunks in steps of two, keys turned and tokens scattered; two of four slots by turns."""
+        angles = torch.zeros((8192, self.hs), dtype=torch.bfloat16, device=self.device)
+        mapping = torch.randperm(self.blocks * self.bs)[: 16 * 256].to(self.device)
+        bfloat16 = 15  # torch's number of the type
+        spec = ours.CBGroupSpec(
+            self.table, slots, self.layers, 256, self.heads * self.hs, 2, ours.EngineKVFormat.NL_X_TWO_NB_BS_NH_HS,
+            self.blocks * self.bs, self.bs, self.hs, mapping, len(mapping), angles, self.hs, self.heads, self.hs,
+            bfloat16, True,
+        )  # fmt: skip
+        staging = np.array([(slots[k % 4].data_ptr(), host[k % 4].data_ptr(), host[0].nbytes, 0) for k in range(16)])
+        ropes = np.array([(0, k % 4, 256 * k + 7, 256 * k) for k in range(16)])
+        scatters = np.array([(0, k % 4, 256 * k, 256) for k in range(16)])
+        ends = np.repeat(np.arange(2, 17, 2)[:, None], 3, axis=1)
+        return lambda: ours.execute_cb_retrieve_plan_flat(self.place, 1 << 26, [spec], staging, ropes, scatters, ends)
+
 
 def main() -> None:
     gpu = len(sys.argv) > 1
@@ -166,6 +183,9 @@ def main() -> None:
         for way in ("D2H", "H2D"):
             timings = [timed(s.plan_of(m, way, host, staging), device) for m in (theirs, ours)]
             row(f"plan of 4 steps {way}", 16 * host[0].nbytes, timings)
+        seconds, call = timed(s.retrieval(host, staging), device)
+        rate = 16 * host[0].nbytes / seconds / 1e9
+        print(f"retrieval of 16 chunks, keys turned (0.5.2 has none): {rate:.2f} GB/s, {call * 1e6:.0f} us")
     a = torch.zeros(1 << 20, dtype=torch.uint8)
     b = torch.zeros_like(a)
     src, dst = ([t.data_ptr() + 64 * k for k in range(4096)] for t in (a, b))
