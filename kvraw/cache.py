@@ -15,10 +15,10 @@ from kvraw.runtime.memory import locate
 __all__ = ["PagedCache"]
 
 
-def _views(tensors: Any) -> Any:
+def _views(tensors: Any, name: str = "tensors") -> Any:
     if isinstance(tensors, (list, tuple)):
-        return [_views(t) for t in tensors]
-    return tensor_view(tensors)
+        return [_views(t, f"{name}[{at}]") for at, t in enumerate(tensors)]
+    return tensor_view(tensors, name)
 
 
 def _flatten(views: Any) -> list[TensorView]:
@@ -38,15 +38,19 @@ class PagedCache:
         Base addresses in the format's order.
     device : int or None
         The device that holds the cache; None for host memory.
+    readonly : bool
+        A tensor says that it must not be written: the cache can be stored from, not loaded into.
     plans : dict
         Transfer plans that were made for the cache, used again by later calls.
     """
 
-    def __init__(self, layout: CacheLayout, bases: Any, device: int | None, owner: object = None) -> None:
+    def __init__(
+        self, layout: CacheLayout, bases: Any, device: int | None, owner: object = None, readonly: bool = False
+    ) -> None:
         self.layout = layout
         self.bases = pointer_vector("pointers", bases).copy()  # plans take it as unchanged
         self.bases.flags.writeable = False
-        self.device = device
+        self.device, self.readonly = device, readonly
         self._owner = owner
         self.plans: dict[tuple[object, ...], Any] = {}
         if len(self.bases) != layout.pointers:
@@ -104,13 +108,13 @@ class PagedCache:
             kv_list_layout=kv_list_layout,
             planes=planes,
         )
-        devices = []
-        for view in _flatten(views):
+        devices, flat = [], _flatten(views)
+        for view in flat:
             asked = view.device == ASK_DRIVER
             devices.append(locate(view.address, view.nbytes).device if asked else view.device)
         if len(set(devices)) != 1:
             raise PlacementError(f"tensors lie on different devices: {sorted(set(map(str, devices)))}")
-        return cls(found.layout, found.addresses, devices[0], owner=tensors)
+        return cls(found.layout, found.addresses, devices[0], tensors, any(v.readonly for v in flat))
 
     @classmethod
     def from_pointers(
@@ -148,6 +152,11 @@ class PagedCache:
         if device is None:
             require_host("pointers", cache.bases, 1)
         return cache
+
+    def require_writable(self) -> None:
+        """Raise `PlacementError` where it is read-only memory."""
+        if self.readonly:
+            raise PlacementError("cache holds a read-only tensor, must be writable for a load")
 
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of a chunk of this many tokens: all layers, all planes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.arrays import ASK_DRIVER, U64, is_pointer, tensor_view
+from kvraw.arrays import ASK_DRIVER, U64, is_pointer, require_writable, tensor_view
 from kvraw.cache import require_host
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
 from kvraw.runtime.memory import locate_all
@@ -21,14 +21,16 @@ _kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
 
 def chunk_bytes(chunk: Any) -> int | None:
-    """Bytes of a chunk; None where it is a plain address."""
+    """Bytes of the first chunk of a row; None where it is a plain address."""
     if isinstance(chunk, HostChunk):
         return chunk.nbytes
-    return None if is_pointer(chunk) else tensor_view(chunk).nbytes
+    return None if is_pointer(chunk) else tensor_view(chunk, "chunks[0]").nbytes
 
 
 class ChunkRow:
     """Chunks in order, checked for size; each a `HostChunk`, a tensor or array of any library, or an address.
+
+    With `written`, none may be read-only.
 
     Attributes
     ----------
@@ -51,11 +53,13 @@ class ChunkRow:
         A chunk has gaps.
     ClosedError
         A chunk's pool is closed.
+    PlacementError
+        A chunk that is to be written is read-only.
     """
 
     __slots__ = ("_foreign", "addresses", "bits", "edges", "nbytes", "owners", "pools")
 
-    def __init__(self, chunks: Sequence[Any], nbytes: int) -> None:
+    def __init__(self, chunks: Sequence[Any], nbytes: int, written: bool) -> None:
         self.nbytes, self.bits = nbytes, -1
         self.edges: list[int] = []
         self.owners: list[Any] = list(chunks)
@@ -79,7 +83,7 @@ class ChunkRow:
                     if last not in self.pools:
                         self.pools.append(last)
             else:
-                addresses[at], size, device = self._take(at, chunk)
+                addresses[at], size, device = self._take(at, chunk, written)
                 self._foreign.append((at, device))
             if size != nbytes:
                 raise BoundsError(f"chunks[{at}] has {size} bytes, must have {nbytes}")
@@ -100,12 +104,14 @@ class ChunkRow:
         pool.require_open()
         return pool
 
-    def _take(self, at: int, chunk: Any) -> tuple[int, int, int | None]:
+    def _take(self, at: int, chunk: Any, written: bool) -> tuple[int, int, int | None]:
         if is_pointer(chunk):
             if not 0 < chunk < 2**64 - self.nbytes:
                 raise BoundsError(f"chunks[{at}] is {chunk}, must be an address in (0, 2**64) with {self.nbytes} bytes")
             return int(chunk), self.nbytes, ASK_DRIVER
-        view = tensor_view(chunk)
+        view = tensor_view(chunk, f"chunks[{at}]")
+        if written:
+            require_writable(f"chunks[{at}]", view)
         if not view.contiguous:
             raise LayoutError(f"chunks[{at}] has shape {view.shape}, strides {view.strides} bytes; must have no gaps")
         self.owners[at] = view.owner

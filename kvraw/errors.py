@@ -60,7 +60,7 @@ class BoundsError(KvrawError, ValueError, IndexError):
 
 
 class PlacementError(KvrawError, ValueError):
-    """Memory that the chosen engine cannot reach, such as pageable memory given to the kernel engine."""
+    """Memory that the chosen engine cannot reach, such as pageable memory for the kernel engine, or must not write."""
 
 
 class ClosedError(KvrawError, RuntimeError):

@@ -296,6 +296,8 @@ class HostKVPool:
         key = (by, kind, tuple(sorted(options.items())))
         found = partner.copies.get(key)
         if found is None:
+            if kind != "store":
+                cache.require_writable()
             g, mine, other = self.layout.geometry, self._mine[by], _sides(cache.layout)[by]
             ends = [((mine, partner.here), (other, partner.there))]
             if kind == "layers":

@@ -105,7 +105,7 @@ class TransferPlan:
     Raises
     ------
     LayoutError, PlacementError
-        The parts do not fit together; says which.
+        The parts do not fit together, or a load's cache is read-only; says which.
     """
 
     def __init__(
@@ -129,7 +129,9 @@ class TransferPlan:
         self.chunk_layout = find_chunk_layout(chunk_layout)
         self.step = 1 if by == "slot" else cache.geometry.block_size
         paged, flat = cache.layout.side(by), chunk_side(self.chunk_layout, cache.geometry, chunk_tokens, by)
-        store = direction == "store"
+        store = self._store = direction == "store"
+        if not store:
+            cache.require_writable()
         self.plan = copy_plan(cache.geometry, *((paged, flat) if store else (flat, paged)), by)
         self.chunk_bytes = cache.chunk_bytes(chunk_tokens)
         if ctas is not None and ctas < 0:
@@ -202,10 +204,10 @@ class TransferPlan:
         ClosedError
             A chunk's pool is closed.
         PlacementError
-            A chunk lies where the engine cannot reach it, or the stream is another device's.
+            A chunk lies where the engine cannot reach it, a store's is read-only, or the stream is another device's.
         """
         index = index_vector(self._ids_name, ids)
-        row = ChunkRow(chunks, self.chunk_bytes)
+        row = ChunkRow(chunks, self.chunk_bytes, self._store)
         self._check(row, index, skip)
         count = index.count - skip
         if self._gpu is not None:

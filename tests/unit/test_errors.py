@@ -173,3 +173,58 @@ def test_no_ids_is_a_no_op(world: World) -> None:
         kvraw.load_slots(world.cache, chunks, []).wait()
     kvraw.store(world.cache, world.chunks, [1, 2], skip_blocks=7).wait()
     world.assert_untouched()
+
+
+@pytest.mark.parametrize("dtype", [object, [("what", object), ("size", np.int64)]])
+def test_arrays_of_python_objects_are_refused(world: World, dtype: object) -> None:
+    size = world.cache.chunk_bytes(8) // np.dtype(dtype).itemsize
+    objects = np.empty(size, dtype)
+    before = objects.copy()
+    for tokens in (None, 8):
+        for verb in ("store", "load"):
+            with pytest.raises(TypeError, match=r"chunks\[0\] holds Python objects"):
+                getattr(kvraw, verb)(world.cache, [objects], [0], chunk_tokens=tokens)
+    with pytest.raises(TypeError, match=r"tensors\[1\] holds Python objects"):
+        kvraw.PagedCache.from_tensors([world.paged[0], np.empty((2, 6, 4, 2, 16), dtype)])
+    assert (objects == before).all()
+    world.assert_untouched()
+
+
+def test_an_array_of_chunks_is_not_their_memory(world: World) -> None:
+    with kvraw.HostPool(1 << 16) as pool:
+        chunks = pool.chunks(2, world.cache.chunk_bytes(8))
+        with pytest.raises(TypeError, match=r"chunks\[0\] holds Python objects"):
+            kvraw.store(world.cache, np.array(chunks, object), [0])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "view", "array"])
+def test_read_only_memory_is_a_source_only(world: World, kind: str) -> None:
+    held = world.chunks[0].tobytes()
+    chunk: object = {"bytes": held, "view": memoryview(held), "array": np.frombuffer(held, np.uint8)}[kind]
+    with pytest.raises(kvraw.PlacementError, match=r"chunks\[1\] is read-only memory, must be writable"):
+        kvraw.store(world.cache, [world.chunks[1], chunk], [0, 1, 2])
+    world.assert_untouched()
+    assert held == world.chunks[0].tobytes()
+    kvraw.load(world.cache, [chunk], [3])
+    want = world.before[0]
+    want[:, :, 3] = world.chunks[0].reshape(2, 2, 8, 2, 16)[:, :, :4].transpose(1, 0, 2, 3, 4)
+    world.assert_untouched()
+
+
+def test_a_read_only_cache_is_a_source_only(world: World) -> None:
+    tensors = [world.paged[0], world.paged[1].view()]
+    tensors[1].flags.writeable = False
+    cache = kvraw.PagedCache.from_tensors([t.view(np.int16) for t in tensors], kv_layout="NHD")
+    with pytest.raises(kvraw.PlacementError, match="cache holds a read-only tensor"):
+        kvraw.load(cache, world.chunks, [0])
+    host = kvraw.HostKVPool.like(cache, 8, layout="page_first")
+    slots = host.alloc(8)
+    host.backup(cache, np.arange(8), slots).wait()
+    for load in (host.load, host.load_layers):
+        with pytest.raises(kvraw.PlacementError, match="cache holds a read-only tensor"):
+            load(cache, slots, np.arange(8))
+    host.close()
+    world.assert_untouched()
+    kvraw.store(cache, world.chunks, [1])
+    got = world.chunks[0].reshape(2, 2, 8, 2, 16)[:, :, :4]
+    np.testing.assert_array_equal(got, world.paged[:, :, 1].transpose(1, 0, 2, 3, 4))
