@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ class TensorView:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements, gaps left out."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+        return math.prod(self.shape) * self.itemsize
 
     @property
     def contiguous(self) -> bool:

@@ -110,7 +110,7 @@ class ChunkRow:
                 raise BoundsError(f"chunks[{at}] is {chunk}, must be an address in (0, 2**64) with {self.nbytes} bytes")
             return int(chunk), self.nbytes, ASK_DRIVER
         view = tensor_view(chunk, f"chunks[{at}]")
-        if written:
+        if written and view.readonly:
             require_writable(f"chunks[{at}]", view)
         if not view.contiguous:
             raise LayoutError(f"chunks[{at}] has shape {view.shape}, strides {view.strides} bytes; must have no gaps")
