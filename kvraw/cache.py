@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvraw.arrays import ASK_DRIVER, TensorView, pointer_vector, tensor_view
+from kvraw.checks import integer
 from kvraw.discovery import discover
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import Format
@@ -160,8 +161,9 @@ class PagedCache:
 
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of a chunk of this many tokens: all layers, all planes."""
-        if tokens <= 0:
-            raise BoundsError(f"tokens is {tokens}, must be positive")
+        tokens, most = integer("tokens", tokens), ((1 << 63) - 1) // self.geometry.token_bytes
+        if not 0 < tokens <= most:
+            raise BoundsError(f"tokens is {tokens}, must be in [1, {most}]")
         return tokens * self.geometry.token_bytes
 
     def __repr__(self) -> str:

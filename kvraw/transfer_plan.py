@@ -8,6 +8,7 @@ from typing import Any, Literal
 from kvraw import config
 from kvraw.arrays import IndexVector, index_vector
 from kvraw.cache import PagedCache
+from kvraw.checks import integer
 from kvraw.chunks import ChunkRow
 from kvraw.engines import cpu, reference
 from kvraw.engines.device_state import device_state
@@ -125,7 +126,7 @@ class TransferPlan:
             raise LayoutError(f"direction is {direction!r} and by {by!r}; must be store or load, and block or slot")
         self.cache, self.direction, self.by, self.check = cache, direction, by, check
         self._distinct = distinct and direction == "load"
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens = integer("chunk_tokens", chunk_tokens)
         self.chunk_layout = find_chunk_layout(chunk_layout)
         self.step = 1 if by == "slot" else cache.geometry.block_size
         paged, flat = cache.layout.side(by), chunk_side(self.chunk_layout, cache.geometry, chunk_tokens, by)
@@ -134,7 +135,7 @@ class TransferPlan:
             cache.require_writable()
         self.plan = copy_plan(cache.geometry, *((paged, flat) if store else (flat, paged)), by)
         self.chunk_bytes = cache.chunk_bytes(chunk_tokens)
-        if ctas is not None and ctas < 0:
+        if ctas is not None and integer("ctas", ctas) < 0:
             raise BoundsError(f"ctas is {ctas}, must be >= 0")
         named = self._allowed(engine)
         self._ids_name = "slots" if by == "slot" else "block_ids"
@@ -208,6 +209,8 @@ class TransferPlan:
         """
         index = index_vector(self._ids_name, ids)
         row = ChunkRow(chunks, self.chunk_bytes, self._store)
+        if type(skip) is not int or skip < 0:
+            skip = self._leading(skip)
         self._check(row, index, skip)
         count = index.count - skip
         if self._gpu is not None:
@@ -228,9 +231,14 @@ class TransferPlan:
                 reference.copy(self.plan, src, dst, skip, count)
         return Transfer(self, None, self._done)
 
+    def _leading(self, skip: object) -> int:
+        name = f"skip_{'tokens' if self.by == 'slot' else 'blocks'} (of a plan: skip)"
+        found = integer(name, skip)
+        if found < 0:
+            raise BoundsError(f"{name} is {found}, must be >= 0")
+        return found
+
     def _check(self, row: ChunkRow, index: IndexVector, skip: int) -> None:
-        if skip < 0:
-            raise BoundsError(f"skip is {skip}, must be >= 0")
         if index.count > len(row) * self._per_chunk:
             raise BoundsError(
                 f"chunks has {len(row)} chunks of {self._per_chunk} {self.by}s each, too few for {index.count} "

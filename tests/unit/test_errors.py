@@ -50,8 +50,19 @@ def test_bad_block_ids(world: World, verb: str, engine: str, ids: list[int], mes
 
 def test_bad_ids_behind_the_skip_do_not_matter(world: World) -> None:
     kvraw.store(world.cache, world.chunks, [99, -5, 3], skip_blocks=2)
-    with pytest.raises(kvraw.BoundsError, match="skip is -1"):
-        kvraw.store(world.cache, world.chunks, [1], skip_blocks=-1)
+    kvraw.store(world.cache, world.chunks, [99, -5, 3], skip_blocks=np.int8(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verb", ["store", "load"])
+def test_bad_skips(world: World, verb: str) -> None:
+    for skip, error, said in (
+        (-1, kvraw.BoundsError, "is -1, must be >= 0"),
+        (0.5, TypeError, "is 0.5, must be an int"),
+    ):
+        for name, call in (("blocks", getattr(kvraw, verb)), ("tokens", getattr(kvraw, f"{verb}_slots"))):
+            with pytest.raises(error, match=rf"skip_{name} \(of a plan: skip\) {said}"):
+                call(world.cache, world.chunks, [1], **{f"skip_{name}": skip})
+    world.assert_untouched()
 
 
 def test_bad_slots(world: World) -> None:
@@ -228,3 +239,42 @@ def test_a_read_only_cache_is_a_source_only(world: World) -> None:
     kvraw.store(cache, world.chunks, [1])
     got = world.chunks[0].reshape(2, 2, 8, 2, 16)[:, :, :4]
     np.testing.assert_array_equal(got, world.paged[:, :, 1].transpose(1, 0, 2, 3, 4))
+
+
+SIZES = {"layers": 2, "blocks": 6, "block_size": 4, "heads": 2, "head_size": 8, "element_size": 2}
+
+
+@pytest.mark.parametrize("name", [*SIZES, "planes", "block_stride"])
+def test_sizes_of_a_geometry_are_plain_integers(name: str) -> None:
+    for value in (2.0, "2", None, True, np.float64(2), np.bool_(True)):
+        with pytest.raises(TypeError, match=f"geometry: {name} is .*, must be an integer"):
+            Geometry(**{**SIZES, name: value})
+    given = Geometry(**{**SIZES, name: np.int8(2)})
+    assert given == Geometry(**{**SIZES, name: 2})
+    assert type(getattr(given, name)) is int
+
+
+@pytest.mark.parametrize("name", [*SIZES, "block_stride"])
+def test_a_geometry_beyond_any_memory(name: str) -> None:
+    with pytest.raises(kvraw.LayoutError, match=rf"{name}={2**62}.* takes \d+ bytes, must be fewer than {2**63}"):
+        Geometry(**{**SIZES, name: 2**62})
+
+
+def test_narrow_integers_do_not_overflow() -> None:
+    """Byte strides beyond 2**31, of counts that numpy holds in 32 bits."""
+    blocks = 65537
+    tensor = np.zeros((2, blocks, 16, 8, 128), np.int16)  # pages that nobody touches are not backed
+    tensor[1, 3] = np.arange(16 * 8 * 128).reshape(16, 8, 128)
+    sizes = (np.int32(n) for n in (1, blocks, 16, 8, 128, 2))
+    cache = kvraw.PagedCache.from_pointers([tensor.ctypes.data], 1, Geometry(*sizes))
+    chunk = np.zeros((2, 1, 16, 1024), np.int16)
+    tokens = np.int32(16)
+    assert type(cache.chunk_bytes(tokens)) is int
+    kvraw.store(cache, [chunk], [3], chunk_tokens=tokens)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(chunk[1, 0], tensor[1, 3].reshape(16, 1024))
+    assert not chunk[0].any()
+    for bad in (0, 2**60):
+        with pytest.raises(kvraw.BoundsError, match=rf"tokens is {bad}, must be in \[1, "):
+            cache.chunk_bytes(bad)
+    with pytest.raises(TypeError, match=r"chunk_tokens is 16\.0, must be an integer"):
+        kvraw.TransferPlan(cache, "store", chunk_tokens=16.0)  # type: ignore[arg-type]
