@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvraw.arrays import ASK_DRIVER, TensorView, pointer_vector, tensor_view
-from kvraw.checks import integer
+from kvraw.checks import Uncopied, integer
 from kvraw.discovery import discover
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import Format
@@ -26,7 +26,7 @@ def _flatten(views: Any) -> list[TensorView]:
     return [v for view in views for v in _flatten(view)] if isinstance(views, list) else [views]
 
 
-class PagedCache:
+class PagedCache(Uncopied):
     """A paged KV cache. It borrows the memory, and keeps tensors that it was made from alive.
 
     Make one with `from_tensors` or `from_pointers`.

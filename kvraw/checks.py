@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import operator
 from contextlib import suppress
-from typing import SupportsIndex, cast
+from typing import NoReturn, SupportsIndex, cast
 
-__all__ = ["integer"]
+__all__ = ["Uncopied", "integer"]
+
+
+class Uncopied:
+    """Base of what stands for memory of this process: a copy, or another process, would go on with its addresses."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} stands for memory of this process: it cannot be copied or pickled")
 
 
 def integer(name: str, value: object) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvraw.arrays import I64, IndexVector, index_vector
 from kvraw.cache import PagedCache
+from kvraw.checks import Uncopied
 from kvraw.engines.device_state import device_state
 from kvraw.engines.operands import Operands, check_distinct, check_host_index
 from kvraw.errors import BoundsError, ClosedError, LayoutError
@@ -80,7 +81,7 @@ def _sides(layout: CacheLayout) -> dict[str, Side]:
     return {by: replace(layout.side(by), skip_negative=False) for by in ("block", "slot")}
 
 
-class HostKVPool:
+class HostKVPool(Uncopied):
     """KV pages in host memory, in one of the layouts that hierarchical caches use.
 
     Parameters

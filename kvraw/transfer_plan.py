@@ -8,7 +8,7 @@ from typing import Any, Literal
 from kvraw import config
 from kvraw.arrays import IndexVector, index_vector
 from kvraw.cache import PagedCache
-from kvraw.checks import integer
+from kvraw.checks import Uncopied, integer
 from kvraw.chunks import ChunkRow
 from kvraw.engines import cpu, reference
 from kvraw.engines.device_state import device_state
@@ -30,7 +30,7 @@ _NOTHING = Choice("none", "there is nothing to copy", 0.0)
 Direction = Literal["store", "load"]
 
 
-class Transfer:
+class Transfer(Uncopied):
     """A store or a load that was enqueued (GPU) or is done (CPU)."""
 
     __slots__ = ("_choice", "_completion", "plan")
@@ -77,7 +77,7 @@ class Transfer:
         return self.plan.describe(self._choice)
 
 
-class TransferPlan:
+class TransferPlan(Uncopied):
     """What is computed once for many stores or loads of one cache: call it with chunks and ids.
 
     Parameters

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvraw import config
+from kvraw.checks import Uncopied
 from kvraw.errors import (
     BoundsError,
     ClosedError,
@@ -37,7 +38,7 @@ _DEFAULTS = HostOptions()
 _live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
 
-class HostBuffer(InUse):
+class HostBuffer(InUse, Uncopied):
     """One range of host memory, page-aligned and of exactly the size asked for (rounded up to whole pages).
 
     Parameters

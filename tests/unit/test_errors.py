@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -278,3 +281,15 @@ def test_narrow_integers_do_not_overflow() -> None:
             cache.chunk_bytes(bad)
     with pytest.raises(TypeError, match=r"chunk_tokens is 16\.0, must be an integer"):
         kvraw.TransferPlan(cache, "store", chunk_tokens=16.0)  # type: ignore[arg-type]
+
+
+def test_what_stands_for_memory_is_neither_copied_nor_pickled(world: World) -> None:
+    with kvraw.HostPool(1 << 16) as pool, kvraw.HostBuffer(4096) as buffer:
+        (chunk,) = pool.chunks(1, world.cache.chunk_bytes(8))
+        plan = kvraw.TransferPlan(world.cache, "store", chunk_tokens=8)
+        host = kvraw.HostKVPool.like(world.cache, 8, layout="layer_first")
+        for one in (world.cache, plan, plan([chunk], [0]), pool, buffer, chunk, host):
+            for way in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=f"a {type(one).__name__} stands for memory of this process"):
+                    way(one)
+    assert copy.deepcopy(G) == pickle.loads(pickle.dumps(G)) == G

@@ -6,6 +6,9 @@ import contextlib
 import gc
 import itertools
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,3 +91,26 @@ def test_bad_sizes() -> None:
         kvraw.HostPool(0)
     with pytest.raises(MemoryError, match="cannot map"):
         kvraw.HostPool(1 << 60)
+
+
+@pytest.mark.parametrize(
+    "take", [np.asarray, lambda chunk: np.asarray(chunk)[1000:], np.from_dlpack, lambda c: c.numpy()]
+)
+def test_what_other_libraries_make_of_a_chunk_outlives_the_pool(take: Callable[[Any], np.ndarray]) -> None:
+    pool = kvraw.HostPool(32 << 20)
+    (chunk,) = pool.chunks(1, 16 << 20)
+    chunk.numpy()[:] = 7
+    array, address = take(chunk), chunk.address
+    pool.close()
+    del pool, chunk
+    gc.collect()
+    assert (array == 7).all()
+    del array
+    gc.collect()
+    assert not mapped(address)
+
+
+def mapped(address: int) -> bool:
+    """Whether the process has memory there."""
+    spans = [line.split(" ", 1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
