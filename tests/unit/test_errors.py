@@ -293,3 +293,10 @@ def test_what_stands_for_memory_is_neither_copied_nor_pickled(world: World) -> N
                 with pytest.raises(TypeError, match=f"a {type(one).__name__} stands for memory of this process"):
                     way(one)
     assert copy.deepcopy(G) == pickle.loads(pickle.dumps(G)) == G
+
+
+def test_an_empty_call_does_not_tell_the_size_of_addresses(world: World) -> None:
+    kvraw.store(world.cache, [], [])
+    with pytest.raises(kvraw.LayoutError, match="pass chunk_tokens="):
+        kvraw.store(world.cache, [int(world.chunks[0].ctypes.data)], [0])
+    world.assert_untouched()
