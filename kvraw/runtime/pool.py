@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.checks import Uncopied
+from kvraw.checks import Uncopied, integer
 from kvraw.errors import BoundsError, ClosedError, HostMemoryError
 from kvraw.runtime.buffer import HostBuffer
 from kvraw.runtime.host_map import HostMemory, HostOptions
@@ -115,7 +115,7 @@ class HostPool(HostBuffer):
         options: HostOptions | None = None,
         limit: int | None = None,
     ) -> None:
-        if limit is not None and limit < 0:
+        if limit is not None and integer("limit", limit) < 0:
             raise BoundsError(f"limit is {limit}, must be >= 0")
         super().__init__(nbytes, device=device, pin=pin, options=options)
         self.limit = limit
@@ -165,6 +165,7 @@ class HostPool(HostBuffer):
             They do not fit; says what was asked for, what is free and the largest hole. It is a MemoryError.
         """
         self.require_open()
+        count, nbytes = integer("count", count), integer("nbytes", nbytes)
         if count < 0 or nbytes <= 0:
             raise BoundsError(f"count is {count}, nbytes {nbytes}: must be >= 0 and > 0")
         size = -(-nbytes // self.ALIGNMENT) * self.ALIGNMENT
