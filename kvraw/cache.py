@@ -154,6 +154,10 @@ class PagedCache(Uncopied):
             require_host("pointers", cache.bases, 1)
         return cache
 
+    def without_plans(self) -> PagedCache:
+        """The same cache for a plan that is kept in `plans`, which then is no cycle: what is dropped ends at once."""
+        return PagedCache(self.layout, self.bases, self.device, self._owner, self.readonly)
+
     def require_writable(self) -> None:
         """Raise `PlacementError` where it is read-only memory."""
         if self.readonly:

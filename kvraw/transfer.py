@@ -41,7 +41,7 @@ def _plan_for(
                 )
             chunk_tokens = nbytes // geometry.token_bytes
         plan = TransferPlan(
-            cache,
+            cache.without_plans(),
             direction,
             chunk_tokens=chunk_tokens,
             by=by,

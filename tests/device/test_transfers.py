@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -280,3 +281,25 @@ def test_device_memory_that_says_it_is_read_only_is_a_source_only(world: World) 
     np.testing.assert_array_equal(world.now(), world.paged)
     kvraw.store(cache, world.chunks, [39], stream=world.stream).wait()
     np.testing.assert_array_equal(world.chunk(0)[:, :, 0], world.paged[:, :, 39].transpose(1, 0, 2, 3, 4))
+
+
+@pytest.mark.parametrize("engine", ["kernel", "staged"])
+def test_a_transfer_under_way_keeps_the_tensors_of_a_cache_that_was_dropped(world: World, engine: str) -> None:
+    class Held:
+        """An owner that can be watched."""
+
+    owner = Held()
+    seen = weakref.ref(owner)
+    cache = kvraw.PagedCache.from_pointers(world.cache.bases, 1, G, device=world.device, owner=owner)
+    gc.collect()
+    gc.disable()
+    try:
+        kvraw.store(cache, world.chunks, [1, 2], stream=world.stream, engine=engine)
+        del cache, owner
+        assert seen() is not None
+        world.stream.synchronize()
+        for _ in range(80):  # enough for the books to be looked through
+            kvraw.store(world.cache, world.chunks, [1, 2], stream=world.stream, engine=engine).wait()
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -300,3 +302,30 @@ def test_an_empty_call_does_not_tell_the_size_of_addresses(world: World) -> None
     with pytest.raises(kvraw.LayoutError, match="pass chunk_tokens="):
         kvraw.store(world.cache, [int(world.chunks[0].ctypes.data)], [0])
     world.assert_untouched()
+
+
+def test_tensors_end_with_the_last_reference_to_their_cache() -> None:
+    class Held(np.ndarray):
+        """An array that can be watched."""
+
+    gc.collect()
+    gc.disable()
+    try:
+        for by_plan in (False, True):
+            tensors = [np.zeros((2, 6, 4, 2, 8), np.int16).view(Held) for _ in range(2)]
+            seen = weakref.ref(tensors[1])
+            cache = kvraw.PagedCache.from_tensors(tensors, kv_layout="NHD")
+            chunk = np.zeros(cache.chunk_bytes(8), np.uint8)
+            kvraw.store(cache, [chunk], [1, 2])
+            transfer = kvraw.load(cache, [chunk], [1])
+            plan = kvraw.TransferPlan(cache, "store", chunk_tokens=8) if by_plan else None
+            del tensors, cache
+            assert seen() is not None  # the transfer, or the plan, is the user's
+            del transfer
+            if plan is not None:
+                plan([chunk], [1])
+                assert plan.cache.device is None
+                del plan
+            assert seen() is None
+    finally:
+        gc.enable()
