@@ -94,6 +94,8 @@ class PagedCache(Uncopied):
         ------
         LayoutError
             The tensors fit no format or several; says which hint would settle it.
+        BoundsError
+            A tensor stands twice: layers that share one are handed over once.
         PlacementError
             They lie on different devices.
         """
@@ -109,6 +111,7 @@ class PagedCache(Uncopied):
             kv_list_layout=kv_list_layout,
             planes=planes,
         )
+        _require_distinct("tensors", found.layout, found.addresses)
         devices, flat = [], _flatten(views)
         for view in flat:
             asked = view.device == ASK_DRIVER
@@ -146,10 +149,13 @@ class PagedCache(Uncopied):
         ------
         LayoutError
             Format and geometry do not fit.
+        BoundsError
+            There are too few or too many addresses, or one is null or stands twice.
         PlacementError
             `device` is None and the driver knows an address as device memory.
         """
         cache = cls(CacheLayout(find_format(format), geometry), pointers, device, owner)
+        _require_distinct("pointers", cache.layout, cache.bases.tolist())
         if device is None:
             require_host("pointers", cache.bases, 1)
         return cache
@@ -173,6 +179,17 @@ class PagedCache(Uncopied):
     def __repr__(self) -> str:
         where = "host" if self.device is None else f"cuda:{self.device}"
         return f"PagedCache({self.layout.format.name}, {self.geometry}, {where})"
+
+
+def _require_distinct(name: str, layout: CacheLayout, addresses: Sequence[int]) -> None:
+    if len(set(addresses)) == len(addresses) or not layout.geometry.blocks:
+        return
+    for at, address in enumerate(addresses):
+        first = addresses.index(address)
+        if first != at:
+            raise BoundsError(
+                f"{name}: addresses {first} and {at} are both {address:#x}; each must be memory of its own"
+            )
 
 
 def require_host(name: str, addresses: Any, nbytes: int) -> None:

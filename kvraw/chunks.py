@@ -17,6 +17,7 @@ from kvraw.runtime.pool import ChunkKind, HostChunk, HostPool
 __all__ = ["ChunkRow", "chunk_bytes"]
 
 
+_UINT64 = np.dtype(np.uint64)
 _kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
 
@@ -44,6 +45,8 @@ class ChunkRow:
         The alignment of the addresses that a device sees, or-ed together; -1 where it was not looked at.
     edges : list of int
         Where registrations that chunks lie in end, whoever made them, once it was looked up: no copy may span one.
+    starts : list
+        Distinct where the addresses are; those, or live chunks of one pool.
 
     Raises
     ------
@@ -57,7 +60,7 @@ class ChunkRow:
         A chunk that is to be written is read-only.
     """
 
-    __slots__ = ("_foreign", "addresses", "bits", "edges", "nbytes", "owners", "pools")
+    __slots__ = ("_foreign", "addresses", "bits", "edges", "nbytes", "owners", "pools", "starts")
 
     def __init__(self, chunks: Sequence[Any], nbytes: int, written: bool) -> None:
         self.nbytes, self.bits = nbytes, -1
@@ -67,7 +70,8 @@ class ChunkRow:
         pool = self._one_pool()
         if pool is not None:
             self.pools: list[HostPool] = [pool]
-            self.addresses: U64 = np.fromiter(map(_address_of, self.owners), np.uint64, len(self.owners))
+            self.starts: list[Any] = self.owners
+            self.addresses: U64 = np.fromiter(map(_address_of, self.owners), _UINT64, len(self.owners))
             return
         self.pools = []
         addresses = [0] * len(self.owners)
@@ -87,7 +91,7 @@ class ChunkRow:
                 self._foreign.append((at, device))
             if size != nbytes:
                 raise BoundsError(f"chunks[{at}] has {size} bytes, must have {nbytes}")
-        self.addresses = np.array(addresses, np.uint64)
+        self.starts, self.addresses = addresses, np.array(addresses, np.uint64)
 
     def _one_pool(self) -> HostPool | None:
         """The pool, where all are live chunks of one pool and of the right size: found out without a look at each."""
@@ -119,6 +123,16 @@ class ChunkRow:
 
     def __len__(self) -> int:
         return len(self.addresses)
+
+    def require_distinct(self, begin: int, end: int) -> None:
+        """Raise `BoundsError` where two chunks of these positions begin at one address: only one store would last."""
+        seen: dict[int, int] = {}
+        for at, address in enumerate(self.addresses[begin:end].tolist(), begin):
+            first = seen.setdefault(address, at)
+            if first != at:
+                raise BoundsError(
+                    f"chunks[{at}] and chunks[{first}] both begin at {address:#x}; a store writes each once"
+                )
 
     def require_host(self, engine: str) -> None:
         """Raise `PlacementError` where a chunk is device memory."""

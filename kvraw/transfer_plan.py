@@ -99,7 +99,8 @@ class TransferPlan(Uncopied):
         Check indices against the cache, on the host where they are there, else in the kernel, which leaves a bad one
         out: its bytes stay as they were, or become zeros where a store goes through staging slots.
     distinct : bool
-        In a load, refuse ids on the host that stand twice; False: which writer wins is left open.
+        Refuse what would be written twice: in a load ids on the host, in a store chunks that begin at one address. With
+        False, which writer wins is left open; so it is where chunks overlap each other, or the cache, in part.
     ctas : int, optional
         Most thread blocks of any kernel, for a GPU that is busy with other work; 0: none, the copy engine alone.
 
@@ -125,7 +126,7 @@ class TransferPlan(Uncopied):
         if direction not in ("store", "load") or by not in ("block", "slot"):
             raise LayoutError(f"direction is {direction!r} and by {by!r}; must be store or load, and block or slot")
         self.cache, self.direction, self.by, self.check = cache, direction, by, check
-        self._distinct = distinct and direction == "load"
+        self._distinct = distinct and check
         self.chunk_tokens = chunk_tokens = integer("chunk_tokens", chunk_tokens)
         self.chunk_layout = find_chunk_layout(chunk_layout)
         self.step = 1 if by == "slot" else cache.geometry.block_size
@@ -201,7 +202,8 @@ class TransferPlan(Uncopied):
         Raises
         ------
         BoundsError
-            Bad ids, too few chunks, chunks of the wrong size, duplicate ids in a load; nothing is moved.
+            Bad ids, too few chunks, chunks of the wrong size, duplicate ids in a load or chunks in a store; nothing is
+            moved.
         ClosedError
             A chunk's pool is closed.
         PlacementError
@@ -246,8 +248,10 @@ class TransferPlan(Uncopied):
             )
         if index.host is not None and self.check:
             check_host_index(self._ids_name, index.host, self._paged, skip)
-            if self._distinct:
+            if self._distinct and not self._store:
                 check_distinct(self._ids_name, index.host, skip)
+        if self._store and self._distinct and len(set(row.starts)) != len(row.starts):
+            row.require_distinct(skip // self._per_chunk, -(-index.count // self._per_chunk))
 
     def _enqueue(
         self, gpu: GpuPlan, row: ChunkRow, index: IndexVector, skip: int, count: int, stream: int, side: bool

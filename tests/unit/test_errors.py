@@ -329,3 +329,35 @@ def test_tensors_end_with_the_last_reference_to_their_cache() -> None:
             assert seen() is None
     finally:
         gc.enable()
+
+
+def test_a_chunk_is_stored_to_once(world: World) -> None:
+    first = world.chunks[0]
+    where = int(first.ctypes.data)
+    with kvraw.HostPool(1 << 16) as pool:
+        a, b = pool.chunks(2, world.cache.chunk_bytes(8))
+        a.numpy()[:] = 3
+        for row, ids in (
+            ([first, first], [0, 1, 2]),
+            ([first, where], [0, 1, 2]),
+            ([a, a], [0, 1, 2]),
+            ([a, first, a], range(5)),
+        ):
+            with pytest.raises(kvraw.BoundsError, match=rf"chunks\[{len(row) - 1}\] and chunks\[0\] both begin at 0x"):
+                kvraw.store(world.cache, row, ids, chunk_tokens=8)
+            world.assert_untouched()
+        assert (a.numpy() == 3).all()
+        # What a store does not write may stand anywhere, and so may what a load reads.
+        kvraw.store(world.cache, [a, a, b], [0, 1, 2, 3, 4], skip_blocks=2)
+        kvraw.store(world.cache, [a, a], [0, 1])
+        kvraw.store(world.cache, [a, a], [0, 1, 2], check=False)
+        kvraw.load(world.cache, [a, a], [0, 1, 2])
+        np.testing.assert_array_equal(world.paged[:, :, 0], world.paged[:, :, 2])
+
+
+def test_a_tensor_is_one_layer(world: World) -> None:
+    tensors = [t.view(np.int16) for t in world.paged]
+    with pytest.raises(kvraw.BoundsError, match=r"tensors: addresses 1 and 2 are both 0x"):
+        kvraw.PagedCache.from_tensors([*tensors, tensors[1]], kv_layout="NHD")
+    with pytest.raises(kvraw.BoundsError, match=r"pointers: addresses 0 and 1 are both 0x40"):
+        kvraw.PagedCache.from_pointers([64, 64], 1, G)
