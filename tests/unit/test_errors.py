@@ -361,3 +361,21 @@ def test_a_tensor_is_one_layer(world: World) -> None:
         kvraw.PagedCache.from_tensors([*tensors, tensors[1]], kv_layout="NHD")
     with pytest.raises(kvraw.BoundsError, match=r"pointers: addresses 0 and 1 are both 0x40"):
         kvraw.PagedCache.from_pointers([64, 64], 1, G)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        kvraw.DriverError("CUDA_ERROR_OUT_OF_MEMORY", 2, "cuMemAlloc"),
+        kvraw.DriverError("CUDA_ERROR_INVALID_VALUE", 1, "cuMemcpyBatchAsync", "invalid argument", 7),
+        kvraw.BoundsError("x is 3"),
+        kvraw.HostMemoryError("none left"),
+    ],
+)
+def test_errors_come_back_from_another_process(error: Exception) -> None:
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(other) is type(error)
+        assert str(other) == str(error)
+        if isinstance(error, kvraw.DriverError):
+            told = (error.name, error.code, error.call, error.index)
+            assert (other.name, other.code, other.call, other.index) == told
