@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvraw.errors import TransferTimeoutError as TransferTimeoutError
     from kvraw.errors import UnsupportedDriverError as UnsupportedDriverError
     from kvraw.host_kv_pool import HostKVPool as HostKVPool
-    from kvraw.host_kv_pool import LayerwiseLoad as LayerwiseLoad
+    from kvraw.layerwise import LayerwiseLoad as LayerwiseLoad
     from kvraw.layout import Geometry as Geometry
     from kvraw.plan import CopyPlan as CopyPlan
     from kvraw.plan import Side as Side
@@ -61,7 +61,8 @@ _HOMES = {
     "kvraw.cache": "PagedCache",
     "kvraw.engines.cpu": "warm_up",
     "kvraw.errors": _ERRORS,
-    "kvraw.host_kv_pool": "HostKVPool LayerwiseLoad",
+    "kvraw.host_kv_pool": "HostKVPool",
+    "kvraw.layerwise": "LayerwiseLoad",
     "kvraw.layout": "Geometry",
     "kvraw.plan": "CopyPlan Side",
     "kvraw.prepared": "Copy DeviceTable PreparedCopy Reached",

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.errors import BoundsError
+from kvraw.errors import BoundsError, PlacementError
 
 __all__ = [
     "ASK_DRIVER",
     "IndexVector",
     "TensorView",
     "dtype_name",
+    "element_type",
     "host_bytes",
     "index_vector",
     "is_pointer",
     "pointer_vector",
+    "require_writable",
     "tensor_view",
 ]
 
@@ -45,6 +49,8 @@ class TensorView:
         None for host memory, `ASK_DRIVER` where the protocol does not tell.
     owner : object
         What to keep alive.
+    readonly : bool
+        It says that it must not be written.
     """
 
     address: int
@@ -53,11 +59,12 @@ class TensorView:
     itemsize: int
     device: int | None
     owner: object
+    readonly: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the elements, gaps left out."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+        return math.prod(self.shape) * self.itemsize
 
     @property
     def contiguous(self) -> bool:
@@ -95,7 +102,7 @@ _DL_CUDA, _DL_MANAGED = (2, 13)  # kDLCUDA, kDLCUDAManaged; 1 and 3 are host mem
 _DL_HOST = (1, 3)
 
 
-def _from_dlpack(tensor: Any) -> TensorView:
+def _from_dlpack(name: str, tensor: Any) -> TensorView:
     kind, device = tensor.__dlpack_device__()
     # -1: the producer must not wait for any stream; ordering is the caller's stream's business.
     capsule = tensor.__dlpack__(stream=-1) if kind in (_DL_CUDA, _DL_MANAGED) else tensor.__dlpack__()
@@ -106,13 +113,19 @@ def _from_dlpack(tensor: Any) -> TensorView:
     itemsize = t.bits * t.lanes // 8
     strides = tuple(t.strides[k] * itemsize for k in range(t.ndim)) if t.strides else _tight(shape, itemsize)
     if kind not in (_DL_CUDA, _DL_MANAGED, *_DL_HOST):
-        raise TypeError(f"tensor lies on DLPack device type {kind}, must be CPU or CUDA")
+        raise TypeError(f"{name} lies on DLPack device type {kind}, must be CPU or CUDA")
     where = None if kind in _DL_HOST else int(device)
     # The capsule, never consumed, keeps the memory and frees the export when it goes.
     return TensorView((t.data or 0) + t.byte_offset, shape, strides, itemsize, where, (tensor, capsule))
 
 
-def tensor_view(tensor: Any) -> TensorView:
+def _no_objects(name: str, dtype: np.dtype[Any]) -> int:
+    if dtype.hasobject:
+        raise TypeError(f"{name} holds Python objects ({dtype}), must hold plain values")
+    return dtype.itemsize
+
+
+def tensor_view(tensor: Any, name: str = "tensor") -> TensorView:
     """Describe a tensor of any library.
 
     Parameters
@@ -120,11 +133,13 @@ def tensor_view(tensor: Any) -> TensorView:
     tensor : object
         Has ``data_ptr()`` (torch), ``__cuda_array_interface__``, ``__array_interface__`` (numpy), ``__dlpack__`` or the
         buffer protocol. It is borrowed.
+    name : str
+        What errors call it.
 
     Raises
     ------
     TypeError
-        It has none of them, or lies on a device that is neither the host nor a CUDA device.
+        It has none of them, holds Python objects, or lies on a device that is neither the host nor a CUDA device.
     """
     if isinstance(tensor, TensorView):
         return tensor
@@ -132,26 +147,37 @@ def tensor_view(tensor: Any) -> TensorView:
         size = int(tensor.element_size())
         kind = tensor.device.type
         if kind not in ("cpu", "cuda"):
-            raise TypeError(f"tensor lies on {tensor.device}, must be on the CPU or a CUDA device")
+            raise TypeError(f"{name} lies on {tensor.device}, must be on the CPU or a CUDA device")
         device = None if kind == "cpu" else ASK_DRIVER if tensor.device.index is None else int(tensor.device.index)
         strides = tuple(int(s) * size for s in tensor.stride())
         return TensorView(int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, size, device, tensor)
-    for name, where in (("__cuda_array_interface__", ASK_DRIVER), ("__array_interface__", None)):
-        interface = getattr(tensor, name, None)
+    for protocol, where in (("__cuda_array_interface__", ASK_DRIVER), ("__array_interface__", None)):
+        interface = getattr(tensor, protocol, None)
         if interface is not None:
-            shape, size = tuple(interface["shape"]), np.dtype(interface["typestr"]).itemsize
+            dtype = tensor.dtype if isinstance(tensor, np.ndarray) else np.dtype(interface["typestr"])
+            shape, size = tuple(interface["shape"]), _no_objects(name, dtype)
             strides = tuple(interface.get("strides") or _tight(shape, size))
-            return TensorView(int(interface["data"][0]), shape, strides, size, where, tensor)
+            address, readonly = interface["data"]
+            return TensorView(int(address), shape, strides, size, where, tensor, bool(readonly))
     if hasattr(tensor, "__dlpack__"):
-        return _from_dlpack(tensor)
+        return _from_dlpack(name, tensor)
     try:
         array = np.asarray(memoryview(tensor))
     except TypeError:
         raise TypeError(
-            f"tensor is a {type(tensor).__name__}; must have data_ptr(), __cuda_array_interface__, __dlpack__ or the "
+            f"{name} is a {type(tensor).__name__}; must have data_ptr(), __cuda_array_interface__, __dlpack__ or the "
             f"buffer protocol"
         ) from None
-    return TensorView(int(array.ctypes.data), array.shape, array.strides, array.itemsize, None, array)
+    size = _no_objects(name, array.dtype)
+    readonly = not array.flags.writeable
+    return TensorView(int(array.ctypes.data), array.shape, array.strides, size, None, array, readonly)
+
+
+def require_writable(name: str, view: TensorView) -> TensorView:
+    """The tensor; `PlacementError` where it is read-only memory."""
+    if view.readonly:
+        raise PlacementError(f"{name} is read-only memory, must be writable")
+    return view
 
 
 def dtype_name(tensor: Any) -> str:
@@ -159,6 +185,25 @@ def dtype_name(tensor: Any) -> str:
     if isinstance(tensor, TensorView):
         return ""
     return str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+
+
+def element_type(name: str, tensor: Any, view: TensorView, given: object, sizes: Mapping[str, int]) -> str:
+    """The element type of a tensor, one of those whose bytes `sizes` tells; `given` counts where it is not None.
+
+    Raises
+    ------
+    TypeError
+        It is another, or not to be told.
+    """
+    found = str(given or dtype_name(tensor)).removeprefix("torch.")
+    if given is not None and found not in sizes:
+        raise TypeError(f"dtype is {given!r}, must be one of {', '.join(sizes)}")
+    if sizes.get(found) != view.itemsize:
+        raise TypeError(
+            f"{name} holds {found or 'elements of a type that its protocol does not tell'} of {view.itemsize} bytes; "
+            f"pass dtype=, one of {', '.join(sizes)}"
+        )
+    return found
 
 
 def host_bytes(view: TensorView) -> npt.NDArray[np.uint8]:

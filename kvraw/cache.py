@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvraw.arrays import ASK_DRIVER, TensorView, pointer_vector, tensor_view
+from kvraw.checks import Uncopied, integer
 from kvraw.discovery import discover
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import Format
@@ -15,17 +16,17 @@ from kvraw.runtime.memory import locate
 __all__ = ["PagedCache"]
 
 
-def _views(tensors: Any) -> Any:
+def _views(tensors: Any, name: str = "tensors") -> Any:
     if isinstance(tensors, (list, tuple)):
-        return [_views(t) for t in tensors]
-    return tensor_view(tensors)
+        return [_views(t, f"{name}[{at}]") for at, t in enumerate(tensors)]
+    return tensor_view(tensors, name)
 
 
 def _flatten(views: Any) -> list[TensorView]:
     return [v for view in views for v in _flatten(view)] if isinstance(views, list) else [views]
 
 
-class PagedCache:
+class PagedCache(Uncopied):
     """A paged KV cache. It borrows the memory, and keeps tensors that it was made from alive.
 
     Make one with `from_tensors` or `from_pointers`.
@@ -38,15 +39,19 @@ class PagedCache:
         Base addresses in the format's order.
     device : int or None
         The device that holds the cache; None for host memory.
+    readonly : bool
+        A tensor says that it must not be written: the cache can be stored from, not loaded into.
     plans : dict
         Transfer plans that were made for the cache, used again by later calls.
     """
 
-    def __init__(self, layout: CacheLayout, bases: Any, device: int | None, owner: object = None) -> None:
+    def __init__(
+        self, layout: CacheLayout, bases: Any, device: int | None, owner: object = None, readonly: bool = False
+    ) -> None:
         self.layout = layout
         self.bases = pointer_vector("pointers", bases).copy()  # plans take it as unchanged
         self.bases.flags.writeable = False
-        self.device = device
+        self.device, self.readonly = device, readonly
         self._owner = owner
         self.plans: dict[tuple[object, ...], Any] = {}
         if len(self.bases) != layout.pointers:
@@ -89,6 +94,8 @@ class PagedCache:
         ------
         LayoutError
             The tensors fit no format or several; says which hint would settle it.
+        BoundsError
+            A tensor stands twice: layers that share one are handed over once.
         PlacementError
             They lie on different devices.
         """
@@ -104,13 +111,14 @@ class PagedCache:
             kv_list_layout=kv_list_layout,
             planes=planes,
         )
-        devices = []
-        for view in _flatten(views):
+        _require_distinct("tensors", found.layout, found.addresses)
+        devices, flat = [], _flatten(views)
+        for view in flat:
             asked = view.device == ASK_DRIVER
             devices.append(locate(view.address, view.nbytes).device if asked else view.device)
         if len(set(devices)) != 1:
             raise PlacementError(f"tensors lie on different devices: {sorted(set(map(str, devices)))}")
-        return cls(found.layout, found.addresses, devices[0], owner=tensors)
+        return cls(found.layout, found.addresses, devices[0], tensors, any(v.readonly for v in flat))
 
     @classmethod
     def from_pointers(
@@ -141,23 +149,47 @@ class PagedCache:
         ------
         LayoutError
             Format and geometry do not fit.
+        BoundsError
+            There are too few or too many addresses, or one is null or stands twice.
         PlacementError
             `device` is None and the driver knows an address as device memory.
         """
         cache = cls(CacheLayout(find_format(format), geometry), pointers, device, owner)
+        _require_distinct("pointers", cache.layout, cache.bases.tolist())
         if device is None:
             require_host("pointers", cache.bases, 1)
         return cache
 
+    def without_plans(self) -> PagedCache:
+        """The same cache for a plan that is kept in `plans`, which then is no cycle: what is dropped ends at once."""
+        return PagedCache(self.layout, self.bases, self.device, self._owner, self.readonly)
+
+    def require_writable(self) -> None:
+        """Raise `PlacementError` where it is read-only memory."""
+        if self.readonly:
+            raise PlacementError("cache holds a read-only tensor, must be writable for a load")
+
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of a chunk of this many tokens: all layers, all planes."""
-        if tokens <= 0:
-            raise BoundsError(f"tokens is {tokens}, must be positive")
+        tokens, most = integer("tokens", tokens), ((1 << 63) - 1) // self.geometry.token_bytes
+        if not 0 < tokens <= most:
+            raise BoundsError(f"tokens is {tokens}, must be in [1, {most}]")
         return tokens * self.geometry.token_bytes
 
     def __repr__(self) -> str:
         where = "host" if self.device is None else f"cuda:{self.device}"
         return f"PagedCache({self.layout.format.name}, {self.geometry}, {where})"
+
+
+def _require_distinct(name: str, layout: CacheLayout, addresses: Sequence[int]) -> None:
+    if len(set(addresses)) == len(addresses) or not layout.geometry.blocks:
+        return
+    for at, address in enumerate(addresses):
+        first = addresses.index(address)
+        if first != at:
+            raise BoundsError(
+                f"{name}: addresses {first} and {at} are both {address:#x}; each must be memory of its own"
+            )
 
 
 def require_host(name: str, addresses: Any, nbytes: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.arrays import ASK_DRIVER, U64, is_pointer, tensor_view
+from kvraw.arrays import ASK_DRIVER, U64, is_pointer, require_writable, tensor_view
 from kvraw.cache import require_host
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
 from kvraw.runtime.memory import locate_all
@@ -17,18 +17,21 @@ from kvraw.runtime.pool import ChunkKind, HostChunk, HostPool
 __all__ = ["ChunkRow", "chunk_bytes"]
 
 
+_UINT64 = np.dtype(np.uint64)
 _kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
 
 def chunk_bytes(chunk: Any) -> int | None:
-    """Bytes of a chunk; None where it is a plain address."""
+    """Bytes of the first chunk of a row; None where it is a plain address."""
     if isinstance(chunk, HostChunk):
         return chunk.nbytes
-    return None if is_pointer(chunk) else tensor_view(chunk).nbytes
+    return None if is_pointer(chunk) else tensor_view(chunk, "chunks[0]").nbytes
 
 
 class ChunkRow:
     """Chunks in order, checked for size; each a `HostChunk`, a tensor or array of any library, or an address.
+
+    With `written`, none may be read-only.
 
     Attributes
     ----------
@@ -42,6 +45,8 @@ class ChunkRow:
         The alignment of the addresses that a device sees, or-ed together; -1 where it was not looked at.
     edges : list of int
         Where registrations that chunks lie in end, whoever made them, once it was looked up: no copy may span one.
+    starts : list
+        Distinct where the addresses are; those, or live chunks of one pool.
 
     Raises
     ------
@@ -51,11 +56,13 @@ class ChunkRow:
         A chunk has gaps.
     ClosedError
         A chunk's pool is closed.
+    PlacementError
+        A chunk that is to be written is read-only.
     """
 
-    __slots__ = ("_foreign", "addresses", "bits", "edges", "nbytes", "owners", "pools")
+    __slots__ = ("_foreign", "addresses", "bits", "edges", "nbytes", "owners", "pools", "starts")
 
-    def __init__(self, chunks: Sequence[Any], nbytes: int) -> None:
+    def __init__(self, chunks: Sequence[Any], nbytes: int, written: bool) -> None:
         self.nbytes, self.bits = nbytes, -1
         self.edges: list[int] = []
         self.owners: list[Any] = list(chunks)
@@ -63,7 +70,8 @@ class ChunkRow:
         pool = self._one_pool()
         if pool is not None:
             self.pools: list[HostPool] = [pool]
-            self.addresses: U64 = np.fromiter(map(_address_of, self.owners), np.uint64, len(self.owners))
+            self.starts: list[Any] = self.owners
+            self.addresses: U64 = np.fromiter(map(_address_of, self.owners), _UINT64, len(self.owners))
             return
         self.pools = []
         addresses = [0] * len(self.owners)
@@ -79,11 +87,11 @@ class ChunkRow:
                     if last not in self.pools:
                         self.pools.append(last)
             else:
-                addresses[at], size, device = self._take(at, chunk)
+                addresses[at], size, device = self._take(at, chunk, written)
                 self._foreign.append((at, device))
             if size != nbytes:
                 raise BoundsError(f"chunks[{at}] has {size} bytes, must have {nbytes}")
-        self.addresses = np.array(addresses, np.uint64)
+        self.starts, self.addresses = addresses, np.array(addresses, np.uint64)
 
     def _one_pool(self) -> HostPool | None:
         """The pool, where all are live chunks of one pool and of the right size: found out without a look at each."""
@@ -100,12 +108,14 @@ class ChunkRow:
         pool.require_open()
         return pool
 
-    def _take(self, at: int, chunk: Any) -> tuple[int, int, int | None]:
+    def _take(self, at: int, chunk: Any, written: bool) -> tuple[int, int, int | None]:
         if is_pointer(chunk):
             if not 0 < chunk < 2**64 - self.nbytes:
                 raise BoundsError(f"chunks[{at}] is {chunk}, must be an address in (0, 2**64) with {self.nbytes} bytes")
             return int(chunk), self.nbytes, ASK_DRIVER
-        view = tensor_view(chunk)
+        view = tensor_view(chunk, f"chunks[{at}]")
+        if written and view.readonly:
+            require_writable(f"chunks[{at}]", view)
         if not view.contiguous:
             raise LayoutError(f"chunks[{at}] has shape {view.shape}, strides {view.strides} bytes; must have no gaps")
         self.owners[at] = view.owner
@@ -113,6 +123,16 @@ class ChunkRow:
 
     def __len__(self) -> int:
         return len(self.addresses)
+
+    def require_distinct(self, begin: int, end: int) -> None:
+        """Raise `BoundsError` where two chunks of these positions begin at one address: only one store would last."""
+        seen: dict[int, int] = {}
+        for at, address in enumerate(self.addresses[begin:end].tolist(), begin):
+            first = seen.setdefault(address, at)
+            if first != at:
+                raise BoundsError(
+                    f"chunks[{at}] and chunks[{first}] both begin at {address:#x}; a store writes each once"
+                )
 
     def require_host(self, engine: str) -> None:
         """Raise `PlacementError` where a chunk is device memory."""

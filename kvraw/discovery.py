@@ -380,14 +380,14 @@ def discover(
         lists = f"a list of {' lists of '.join(map(str, levels))}" if levels else "one tensor"
         raise LayoutError(f"tensors is {lists}, {what}: {source} takes {shown}")
     readings: list[_Reading] = []
-    reasons: dict[str, LayoutError] = {}
+    reasons: dict[str, str] = {}  # not the errors: their tracebacks would keep the tensors
     for row, dims, counts in ((x, dims, n) for x, n in fits if n is not None for dims in _assignments(x, memory)):
         try:
             readings.append(_read(row, dims, counts, memory, hints))
         except LayoutError as error:
-            reasons.setdefault(f"{row.label}, {row.shown}", error)
+            reasons.setdefault(f"{row.label}, {row.shown}", str(error))
     if not readings:
-        why = "; ".join(f"{label}: {error}" for label, error in reasons.items())
+        why = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
         raise LayoutError(f"{what} fits no layout of {source} with {hints}: {why}")
     found = _choose(readings, memory, head_size, what)
     assert found.layout is not None

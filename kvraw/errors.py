@@ -39,8 +39,12 @@ class DriverError(KvrawError, RuntimeError):
 
     def __init__(self, name: str, code: int, call: str, detail: str = "", index: int | None = None) -> None:
         self.name, self.code, self.call, self.index = name, code, call, index
+        self._detail = detail
         where = "" if index is None else f" at descriptor {index}"
         super().__init__(f"{call} failed{where}: {name} ({code}){': ' + detail if detail else ''}")
+
+    def __reduce__(self) -> tuple[type[DriverError], tuple[str, int, str, str, int | None]]:
+        return type(self), (self.name, self.code, self.call, self._detail, self.index)  # not the text: pools send it on
 
 
 class DriverNotFoundError(KvrawError, RuntimeError):
@@ -60,7 +64,7 @@ class BoundsError(KvrawError, ValueError, IndexError):
 
 
 class PlacementError(KvrawError, ValueError):
-    """Memory that the chosen engine cannot reach, such as pageable memory given to the kernel engine."""
+    """Memory that the chosen engine cannot reach, such as pageable memory for the kernel engine, or must not write."""
 
 
 class ClosedError(KvrawError, RuntimeError):

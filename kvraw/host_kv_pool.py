@@ -15,9 +15,11 @@ import numpy as np
 
 from kvraw.arrays import I64, IndexVector, index_vector
 from kvraw.cache import PagedCache
+from kvraw.checks import Uncopied, integer
 from kvraw.engines.device_state import device_state
 from kvraw.engines.operands import Operands, check_distinct, check_host_index
 from kvraw.errors import BoundsError, ClosedError, LayoutError
+from kvraw.layerwise import LayerwiseLoad, one_layer
 from kvraw.layout import CacheLayout, Geometry, copy_plan, find_format
 from kvraw.plan import Side
 from kvraw.prepared import Copy, PreparedCopy, Reached
@@ -26,7 +28,7 @@ from kvraw.runtime.driver import driver
 from kvraw.runtime.pool import HostPool
 from kvraw.runtime.stream import stream_handle
 
-__all__ = ["HostKVPool", "LayerwiseLoad"]
+__all__ = ["HostKVPool"]
 
 _Bases = list[tuple[Reached, Reached]]  # of source and destination
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -35,36 +37,6 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 def _check_slots(name: str, slots: I64, tokens: int) -> None:
     if len(slots) and int(np.maximum.reduce(slots.view(np.uint64))) >= tokens:  # as unsigned: negative ones too
         check_host_index(name, slots, Side(outer=0, limit=tokens), 0)
-
-
-class LayerwiseLoad:
-    """A load of all layers in order, with an event behind each: a layer can be used while the next still moves."""
-
-    __slots__ = ("_copies",)
-
-    def __init__(self, copies: list[Copy]) -> None:
-        self._copies = copies
-
-    def wait_on(self, layer: int, stream: Any) -> None:
-        """Make a stream of the same device wait for a layer, and those before it."""
-        self._copies[layer].wait_on(stream)
-
-    def done(self, layer: int = -1) -> bool:
-        """Whether a layer, and those before it, is there; default: all of them. Never waits."""
-        return self._copies[layer].done()
-
-    def wait(self) -> None:
-        """Wait on the host for all layers; raises `BoundsError` where a kernel met a bad slot."""
-        for copy in self._copies:
-            copy.wait()
-
-
-def _layer(side: Side, bases: Reached, layer: int, planes: int) -> tuple[Side, Reached]:
-    """One layer of a side: the side, which is the same for all layers, and that layer's bases."""
-    entries = np.arange(planes if side.table_plane else 1) * side.table_plane + layer * side.table_layer
-    one = replace(side, layer=0, table_layer=0, table_plane=int(side.table_plane != 0), entries=len(entries))
-    shift = np.uint64(layer * side.layer)
-    return one, Reached(bases.host[entries] + shift, bases.seen[entries] + shift, bases.link)
 
 
 class _Partner(NamedTuple):
@@ -80,7 +52,7 @@ def _sides(layout: CacheLayout) -> dict[str, Side]:
     return {by: replace(layout.side(by), skip_negative=False) for by in ("block", "slot")}
 
 
-class HostKVPool:
+class HostKVPool(Uncopied):
     """KV pages in host memory, in one of the layouts that hierarchical caches use.
 
     Parameters
@@ -119,8 +91,15 @@ class HostKVPool:
     ) -> None:
         if layout not in LAYOUTS:
             raise LayoutError(f"layout is {layout!r}, must be one of {', '.join(LAYOUTS)}")
-        if page_size <= 0 or tokens <= 0 or tokens % page_size:
+        page_size, tokens = integer("page_size", page_size), integer("tokens", tokens)
+        if page_size <= 0:
+            raise BoundsError(f"page_size is {page_size}, must be positive")
+        if tokens <= 0 or tokens % page_size:
             raise BoundsError(f"tokens is {tokens}, must be a positive multiple of page_size, {page_size}")
+        if planes == 1 and layout == "page_head":
+            raise LayoutError("layout is 'page_head' with planes 1, must be another: it takes K and V apart")
+        if planes == 1 and heads != 1:
+            raise LayoutError(f"heads is {heads} with planes 1, must be 1; of a fused cache make K and V two planes")
         geometry = Geometry(layers, tokens // page_size, page_size, heads, head_size, element_size, planes)
         self.layout = CacheLayout(find_format(layout if planes == 2 else f"{layout}_mla"), geometry)
         each = self._plane_bytes = -(-self.layout.tensor_bytes() // 256) * 256  # aligned, for the widest accesses
@@ -145,7 +124,7 @@ class HostKVPool:
         return cls(
             layout=layout,
             tokens=tokens,
-            page_size=page_size or g.block_size,
+            page_size=g.block_size if page_size is None else page_size,
             layers=g.layers,
             heads=g.heads,
             head_size=g.head_size,
@@ -157,14 +136,17 @@ class HostKVPool:
     @property
     def available(self) -> int:
         """Slots that are free."""
+        self._require_open()
         return len(self._free) * self.page_size
 
     def alloc(self, tokens: int) -> I64 | None:
         """Slots of whole pages for this many tokens, a multiple of the page size; None where too few are free."""
+        tokens = integer("tokens", tokens)
         if tokens < 0 or tokens % self.page_size:
             raise BoundsError(f"tokens is {tokens}, must be a multiple of the page size, {self.page_size}")
         count = tokens // self.page_size
         with self._lock:
+            self._require_open()
             if count > len(self._free):
                 return None
             left = len(self._free) - count
@@ -185,6 +167,7 @@ class HostKVPool:
         """
         pages = self._pages(slots)
         with self._lock:
+            self._require_open()
             again = ~self._used[pages]
             ordered = np.sort(pages)
             twice = ordered[1:][ordered[1:] == ordered[:-1]]
@@ -197,6 +180,8 @@ class HostKVPool:
     def numpy(self, plane: int = 0) -> np.ndarray:
         """A plane's bytes, shaped as its layout says; the last axis counts bytes."""
         g = self.layout.geometry
+        if not 0 <= integer("plane", plane) < g.planes:
+            raise BoundsError(f"plane is {plane}, must be in [0, {g.planes})")
         sizes = g.axis_sizes(g.block_size) | {"D": g.head_size * g.element_size}
         begin = plane * self._plane_bytes
         held = self._chunk.numpy()[begin : begin + self.layout.tensor_bytes()]
@@ -296,10 +281,12 @@ class HostKVPool:
         key = (by, kind, tuple(sorted(options.items())))
         found = partner.copies.get(key)
         if found is None:
+            if kind != "store":
+                cache.require_writable()
             g, mine, other = self.layout.geometry, self._mine[by], _sides(cache.layout)[by]
             ends = [((mine, partner.here), (other, partner.there))]
             if kind == "layers":
-                ends = [tuple(_layer(*end, k, g.planes) for end in ends[0]) for k in range(g.layers)]  # type: ignore[misc]
+                ends = [tuple(one_layer(*end, k, g.planes) for end in ends[0]) for k in range(g.layers)]  # type: ignore[misc]
                 g = replace(g, layers=1)
             elif kind == "store":
                 ends = [ends[0][::-1]]
@@ -372,9 +359,7 @@ class HostKVPool:
     def _call(self) -> Iterator[None]:
         """Note a call before it enqueues anything: `close` waits for it, and then for the copies that it noted."""
         with self._lock:
-            if self._closing:
-                raise ClosedError("the pool is closed")
-            self._pool.require_open()
+            self._require_open()
             self._calls += 1
         try:
             yield
@@ -384,6 +369,11 @@ class HostKVPool:
                 if self._closing:
                     self._idle.notify_all()
 
+    def _require_open(self) -> None:
+        if self._closing:
+            raise ClosedError("the pool is closed")
+        self._pool.require_open()
+
     def close(self) -> None:
         """Wait for the calls and copies that use the pool and give the memory back. Idempotent."""
         with self._lock:
@@ -392,6 +382,7 @@ class HostKVPool:
         self._pool.close()
 
     def __enter__(self) -> HostKVPool:
+        self._require_open()
         return self
 
     def __exit__(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from kvraw.checks import integer
 from kvraw.errors import LayoutError
 from kvraw.formats import CHUNK_LAYOUTS, FORMATS, HOST_LAYOUTS, ChunkLayout, Format
 from kvraw.plan import CopyPlan, Side
@@ -26,6 +27,13 @@ class Geometry:
         2 where K and V are apart, 1 where they are not.
     block_stride : int
         Bytes from one block to the next; 0 means tight. Only where blocks are the outermost axis.
+
+    Raises
+    ------
+    TypeError
+        A count is no integer.
+    LayoutError
+        A count is out of bounds, or the cache takes 2**63 bytes or more.
     """
 
     layers: int
@@ -38,6 +46,8 @@ class Geometry:
     block_stride: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, integer(f"geometry: {field.name}", getattr(self, field.name)))
         for name in ("layers", "block_size", "heads", "head_size", "element_size"):
             if getattr(self, name) <= 0:
                 raise LayoutError(f"geometry: {name} is {getattr(self, name)}, must be positive")
@@ -45,6 +55,9 @@ class Geometry:
             raise LayoutError(f"geometry: blocks is {self.blocks}, block_stride {self.block_stride}: must be >= 0")
         if self.planes not in (1, 2):
             raise LayoutError(f"geometry: planes is {self.planes}, must be 1 or 2")
+        nbytes = max(self.blocks, 1) * max(self.block_size * self.token_bytes, self.block_stride)
+        if nbytes >= 1 << 63:
+            raise LayoutError(f"{self} takes {nbytes} bytes, must be fewer than {1 << 63}")
 
     @property
     def token_bytes(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from kvraw import config
 from kvraw.arrays import IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
+from kvraw.checks import integer
 from kvraw.engines import copy_engine, cpu, reference
 from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import DeviceState, device_state
@@ -99,6 +100,8 @@ class PreparedCopy:
             raise LayoutError(
                 f"engine is {engine!r} with device {device}; must be one of {', '.join(_ENGINES)} and fit it"
             )
+        if ctas is not None and integer("ctas", ctas) < 0:
+            raise BoundsError(f"ctas is {ctas}, must be >= 0")
         self.plan, self.device, self.check, self.names = plan, device, check, names
         self.index_names = index_names or (f"{names[0]}_index", f"{names[1]}_index")
         self._engine = engine

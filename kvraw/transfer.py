@@ -25,13 +25,14 @@ def _plan_for(
     ctas: int | None,
 ) -> TransferPlan:
     """The plan for these arguments, kept with the cache."""
-    nbytes = chunk_bytes(chunks[0]) if chunk_tokens is None and len(chunks) else None
+    # 0: there is no chunk to tell; None: an address, which does not, or not asked.
+    nbytes = None if chunk_tokens is not None else chunk_bytes(chunks[0]) if len(chunks) else 0
     key = (direction, by, chunk_tokens, nbytes, chunk_layout, engine, check, ctas)
     plan: TransferPlan | None = cache.plans.get(key)
     if plan is None:
         geometry = cache.geometry
         if chunk_tokens is None:
-            if nbytes is None and len(chunks):
+            if nbytes is None:
                 raise LayoutError("chunks are addresses; pass chunk_tokens=")
             nbytes = nbytes or geometry.block_size * geometry.token_bytes
             if nbytes % geometry.token_bytes:
@@ -40,7 +41,7 @@ def _plan_for(
                 )
             chunk_tokens = nbytes // geometry.token_bytes
         plan = TransferPlan(
-            cache,
+            cache.without_plans(),
             direction,
             chunk_tokens=chunk_tokens,
             by=by,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from kvraw import config
 from kvraw.arrays import IndexVector, index_vector
 from kvraw.cache import PagedCache
+from kvraw.checks import Uncopied, integer
 from kvraw.chunks import ChunkRow
 from kvraw.engines import cpu, reference
 from kvraw.engines.device_state import device_state
@@ -30,7 +31,7 @@ _NOTHING = Choice("none", "there is nothing to copy", 0.0)
 Direction = Literal["store", "load"]
 
 
-class Transfer:
+class Transfer(Uncopied):
     """A store or a load that was enqueued (GPU) or is done (CPU)."""
 
     __slots__ = ("_choice", "_completion", "plan")
@@ -77,7 +78,7 @@ class Transfer:
         return self.plan.describe(self._choice)
 
 
-class TransferPlan:
+class TransferPlan(Uncopied):
     """What is computed once for many stores or loads of one cache: call it with chunks and ids.
 
     Parameters
@@ -99,14 +100,15 @@ class TransferPlan:
         Check indices against the cache, on the host where they are there, else in the kernel, which leaves a bad one
         out: its bytes stay as they were, or become zeros where a store goes through staging slots.
     distinct : bool
-        In a load, refuse ids on the host that stand twice; False: which writer wins is left open.
+        Refuse what would be written twice: in a load ids on the host, in a store chunks that begin at one address. With
+        False, which writer wins is left open; so it is where chunks overlap each other, or the cache, in part.
     ctas : int, optional
         Most thread blocks of any kernel, for a GPU that is busy with other work; 0: none, the copy engine alone.
 
     Raises
     ------
     LayoutError, PlacementError
-        The parts do not fit together; says which.
+        The parts do not fit together, or a load's cache is read-only; says which.
     """
 
     def __init__(
@@ -125,15 +127,17 @@ class TransferPlan:
         if direction not in ("store", "load") or by not in ("block", "slot"):
             raise LayoutError(f"direction is {direction!r} and by {by!r}; must be store or load, and block or slot")
         self.cache, self.direction, self.by, self.check = cache, direction, by, check
-        self._distinct = distinct and direction == "load"
-        self.chunk_tokens = chunk_tokens
+        self._distinct = distinct and check
+        self.chunk_tokens = chunk_tokens = integer("chunk_tokens", chunk_tokens)
         self.chunk_layout = find_chunk_layout(chunk_layout)
         self.step = 1 if by == "slot" else cache.geometry.block_size
         paged, flat = cache.layout.side(by), chunk_side(self.chunk_layout, cache.geometry, chunk_tokens, by)
-        store = direction == "store"
+        store = self._store = direction == "store"
+        if not store:
+            cache.require_writable()
         self.plan = copy_plan(cache.geometry, *((paged, flat) if store else (flat, paged)), by)
         self.chunk_bytes = cache.chunk_bytes(chunk_tokens)
-        if ctas is not None and ctas < 0:
+        if ctas is not None and integer("ctas", ctas) < 0:
             raise BoundsError(f"ctas is {ctas}, must be >= 0")
         named = self._allowed(engine)
         self._ids_name = "slots" if by == "slot" else "block_ids"
@@ -199,14 +203,17 @@ class TransferPlan:
         Raises
         ------
         BoundsError
-            Bad ids, too few chunks, chunks of the wrong size, duplicate ids in a load; nothing is moved.
+            Bad ids, too few chunks, chunks of the wrong size, duplicate ids in a load or chunks in a store; nothing is
+            moved.
         ClosedError
             A chunk's pool is closed.
         PlacementError
-            A chunk lies where the engine cannot reach it, or the stream is another device's.
+            A chunk lies where the engine cannot reach it, a store's is read-only, or the stream is another device's.
         """
         index = index_vector(self._ids_name, ids)
-        row = ChunkRow(chunks, self.chunk_bytes)
+        row = ChunkRow(chunks, self.chunk_bytes, self._store)
+        if type(skip) is not int or skip < 0:
+            skip = self._leading(skip)
         self._check(row, index, skip)
         count = index.count - skip
         if self._gpu is not None:
@@ -233,9 +240,14 @@ class TransferPlan:
                 running.end()
         return Transfer(self, None, self._done)
 
+    def _leading(self, skip: object) -> int:
+        name = f"skip_{'tokens' if self.by == 'slot' else 'blocks'} (of a plan: skip)"
+        found = integer(name, skip)
+        if found < 0:
+            raise BoundsError(f"{name} is {found}, must be >= 0")
+        return found
+
     def _check(self, row: ChunkRow, index: IndexVector, skip: int) -> None:
-        if skip < 0:
-            raise BoundsError(f"skip is {skip}, must be >= 0")
         if index.count > len(row) * self._per_chunk:
             raise BoundsError(
                 f"chunks has {len(row)} chunks of {self._per_chunk} {self.by}s each, too few for {index.count} "
@@ -243,8 +255,10 @@ class TransferPlan:
             )
         if index.host is not None and self.check:
             check_host_index(self._ids_name, index.host, self._paged, skip)
-            if self._distinct:
+            if self._distinct and not self._store:
                 check_distinct(self._ids_name, index.host, skip)
+        if self._store and self._distinct and len(set(row.starts)) != len(row.starts):
+            row.require_distinct(skip // self._per_chunk, -(-index.count // self._per_chunk))
 
     def _enqueue(
         self, gpu: GpuPlan, row: ChunkRow, index: IndexVector, skip: int, count: int, stream: int, side: bool

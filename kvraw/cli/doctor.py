@@ -164,10 +164,17 @@ def _cpu(found: _Findings) -> Report:
         out["why_not"] = str(error)
     except Exception as error:  # numba and llvmlite fail in many ways where versions do not fit together
         out["why_not"] = f"numba fails: {type(error).__name__}: {error}"
-        found.broken(out["why_not"], "install numba 0.59 or newer, and the numpy that it asks for")
+        change = "install numba 0.59 or newer, and the numpy that it asks for"
+        found.broken(out["why_not"], f"make {error.filename} usable" if isinstance(error, OSError) else change)
     else:
         if jit["cache"] is None:
             found.better("numba has no place for compiled kernels", "set NUMBA_CACHE_DIR to a directory to write to")
+        elif cpu_kernels.unsaved:
+            found.better(
+                f"compiled kernels cannot be kept in {jit['cache']}: {cpu_kernels.unsaved[0]}",
+                "make room there, or set NUMBA_CACHE_DIR to another directory",
+            )
+            jit["cache"] = None
     return {"cpu": out, "numba": jit | {"seconds": round(time.perf_counter() - begin, 3)}}
 
 

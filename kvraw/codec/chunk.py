@@ -182,7 +182,7 @@ def decompress(compressed: Compressed, out: Any = None, *, dtype: str | None = N
         `out` does not fit; says why.
     """
     made = np.empty(compressed.shape, _ARRAYS[compressed.dtype]) if out is None else out
-    taken = Chunk.take(made, dtype or (compressed.dtype if out is None else None))
+    taken = Chunk.take(made, dtype or (compressed.dtype if out is None else None), "out", written=True)
     if taken.view.shape != compressed.encoded.shape:
         raise LayoutError(f"out has shape {tensor_view(made).shape}, must be {compressed.shape}")
     device = common_device({"out": taken.view})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvraw.arrays import ASK_DRIVER, TensorView, dtype_name, tensor_view
+from kvraw.arrays import ASK_DRIVER, TensorView, dtype_name, require_writable, tensor_view
 from kvraw.codec import args
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.runtime.memory import locate
@@ -17,7 +17,9 @@ MOST_TOKENS = 1 << 29  # a stream's length in bytes fits int32
 MOST_SYMBOLS = 256
 
 
-def take(name: str, tensor: Any, axes: int, dtypes: Sequence[str], itemsize: int, dense: bool = True) -> TensorView:
+def take(
+    name: str, tensor: Any, axes: int, dtypes: Sequence[str], itemsize: int, dense: bool = True, written: bool = False
+) -> TensorView:
     """Take in a tensor of one of some element types.
 
     Raises
@@ -26,8 +28,10 @@ def take(name: str, tensor: Any, axes: int, dtypes: Sequence[str], itemsize: int
         Its element type is another.
     LayoutError
         It has another number of axes, negative strides, or gaps where it must be dense.
+    PlacementError
+        It is to be written, and is read-only.
     """
-    view = tensor_view(tensor)
+    view = tensor_view(tensor, name)
     found = dtype_name(tensor)
     if view.itemsize != itemsize or (found and found not in dtypes):
         raise TypeError(f"{name} holds {found or f'{view.itemsize}-byte elements'}, must hold {' or '.join(dtypes)}")
@@ -37,7 +41,7 @@ def take(name: str, tensor: Any, axes: int, dtypes: Sequence[str], itemsize: int
         raise LayoutError(f"{name} has strides {view.strides} bytes for shape {view.shape}, must be dense")
     if min(view.strides, default=0) < 0:
         raise LayoutError(f"{name} has strides {view.strides} bytes, must not be negative")
-    return view
+    return require_writable(name, view) if written else view
 
 
 def common_device(views: dict[str, TensorView]) -> int | None:
@@ -77,13 +81,14 @@ class Job:
         cls, symbols: Any, cdf: Any, data: Any = None, lengths: Any = None, *, out: str = "", flags: int = 0
     ) -> Job:
         """Check the parts against each other; `out` is the name of the argument that receives streams."""
-        s = take("symbols", symbols, 3, ("uint8", "int8"), 1, dense=False)
+        decoded = data is not None and not out
+        s = take("symbols", symbols, 3, ("uint8", "int8"), 1, dense=False, written=decoded)
         if dtype_name(symbols) == "int8":
             flags |= args.SIGNED
         layers, tokens, channels = s.shape
         if tokens >= MOST_TOKENS:
             raise BoundsError(f"symbols has {tokens} tokens, must have fewer than {MOST_TOKENS}")
-        c = take("cdf", cdf, 3, ("int16", "uint16"), 2)
+        c = take("cdf", cdf, 3, ("int16", "uint16"), 2, written=data is None)
         if c.shape[:2] != (layers, channels) or not 2 <= c.shape[2] <= MOST_SYMBOLS + 1:
             raise LayoutError(
                 f"cdf has shape {c.shape}, must be ({layers}, {channels}, alphabet + 1), alphabet 1 to {MOST_SYMBOLS}"
@@ -98,8 +103,8 @@ class Job:
             )
             flags |= args.WIDE if ends.itemsize == 8 else 0
         else:
-            d = take(out or "data", data, 3, ("uint8", "int8"), 1)
-            ends = take("lengths", lengths, 2, ("int32",), 4)
+            d = take(out or "data", data, 3, ("uint8", "int8"), 1, written=not decoded)
+            ends = take("lengths", lengths, 2, ("int32",), 4, written=not decoded)
             if d.shape[:2] != (layers, channels):
                 raise LayoutError(f"{out or 'data'} has shape {d.shape}, must be ({layers}, {channels}, bytes)")
         if ends.shape != (layers, channels):

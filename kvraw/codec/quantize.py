@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.arrays import TensorView, dtype_name, host_bytes, tensor_view
+from kvraw.arrays import TensorView, element_type, host_bytes, require_writable, tensor_view
 from kvraw.codec import args
 from kvraw.codec.operands import MOST_SYMBOLS, common_device, take
 from kvraw.engines.cpu import in_parts
@@ -30,6 +30,7 @@ DTYPES: dict[str, tuple[int, int, Any]] = {
     "float16": (args.FP16, 2, np.uint16),
     "bfloat16": (args.BF16, 2, np.int16),
 }
+_SIZES = {name: size for name, (_, size, _) in DTYPES.items()}
 _SPLIT_VALUES = 1 << 17
 
 
@@ -41,33 +42,30 @@ class Chunk:
     dtype: str
 
     @classmethod
-    def take(cls, tensor: Any, dtype: str | None) -> Chunk:
+    def take(cls, tensor: Any, dtype: str | None, name: str = "chunk", written: bool = False) -> Chunk:
         """Take in a chunk ``[planes, layers, tokens, channels]`` or ``[layers, tokens, channels]``."""
-        view = tensor_view(tensor)
-        name = (dtype or dtype_name(tensor)).removeprefix("torch.")
-        if name not in DTYPES or DTYPES[name][1] != view.itemsize:
-            raise TypeError(
-                f"chunk holds {name or 'elements of a type that its protocol does not tell'} of {view.itemsize} bytes; "
-                f"pass dtype=, one of {', '.join(DTYPES)}"
-            )
+        view = tensor_view(tensor, name)
+        if written:
+            require_writable(name, view)
+        kind = element_type(name, tensor, view, dtype, _SIZES)
         shape, strides = view.shape, view.strides
         if len(shape) == 4:
             if shape[0] > 1 and shape[1] and strides[0] != shape[1] * strides[1]:
-                raise LayoutError(f"chunk has strides {strides} bytes, its planes must follow one another")
+                raise LayoutError(f"{name} has strides {strides} bytes, its planes must follow one another")
             shape, strides = (shape[0] * shape[1], *shape[2:]), strides[1:]
         if len(shape) != 3:
-            raise LayoutError(f"chunk has {len(view.shape)} axes, must have 3 or 4: planes, layers, tokens, channels")
+            raise LayoutError(f"{name} has {len(view.shape)} axes, must have 3 or 4: planes, layers, tokens, channels")
         if (
             (shape[2] > 1 and strides[2] != view.itemsize)
             or min(strides) < 0
             or any(s % view.itemsize for s in strides)
         ):
-            raise LayoutError(f"chunk has strides {view.strides} bytes, its channels must be dense")
+            raise LayoutError(f"{name} has strides {view.strides} bytes, its channels must be dense")
         if shape[0] > args.MOST_LAYERS:
-            raise BoundsError(f"chunk has {shape[0]} planes and layers, must have at most {args.MOST_LAYERS}")
+            raise BoundsError(f"{name} has {shape[0]} planes and layers, must have at most {args.MOST_LAYERS}")
         if shape[0] * shape[1] >= 1 << 31:
-            raise BoundsError(f"chunk has {shape[0] * shape[1]} rows, must have fewer than {1 << 31}")
-        return cls(TensorView(view.address, shape, strides, view.itemsize, view.device, tensor), name)
+            raise BoundsError(f"{name} has {shape[0] * shape[1]} rows, must have fewer than {1 << 31}")
+        return cls(TensorView(view.address, shape, strides, view.itemsize, view.device, tensor), kind)
 
 
 def bins_per_layer(bins: Any, layers: int) -> npt.NDArray[np.uint16]:
@@ -118,8 +116,8 @@ def run(
     view = chunk.view
     layers, tokens, channels = view.shape
     middles = bins_per_layer(bins, layers) // 2 - 1
-    q = take("symbols", symbols, 3, ("uint8", "int8"), 1)
-    m = take("maxima", maxima, 2, ("float32",), 4)
+    q = take("symbols", symbols, 3, ("uint8", "int8"), 1, written=not back)
+    m = take("maxima", maxima, 2, ("float32",), 4, written=not back)
     if q.shape != view.shape or m.shape != (layers, tokens):
         raise LayoutError(
             f"symbols has shape {q.shape} and maxima {m.shape}, must be {view.shape} and ({layers}, {tokens})"
@@ -198,4 +196,4 @@ def dequantize_into(
 
     See `quantize_into` for the arguments; `chunk` is written.
     """
-    return run(True, Chunk.take(chunk, dtype), bins, symbols, maxima, stream)
+    return run(True, Chunk.take(chunk, dtype, written=True), bins, symbols, maxima, stream)

@@ -190,7 +190,7 @@ def decode(encoded: Encoded, out: Any = None, *, stream: Any = None) -> Any:
         `out` does not fit, or a distribution does not rise; says which.
     """
     made = np.empty(encoded.shape, np.uint8) if out is None else out
-    view = take("out", made, 3, ("uint8", "int8"), 1, dense=False)
+    view = take("out", made, 3, ("uint8", "int8"), 1, dense=False, written=True)
     if view.shape != encoded.shape:
         raise LayoutError(f"out has shape {view.shape}, must be {encoded.shape}")
     device = common_device({"out": view})

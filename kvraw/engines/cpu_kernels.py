@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,13 @@ import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba.core import cgutils, types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
-__all__ = ["copy_batch", "copy_items", "jit"]
+__all__ = ["copy_batch", "copy_items", "jit", "unsaved"]
+
+_log = logging.getLogger("kvraw")
+unsaved: list[OSError] = []  # why compiled kernels could not be kept
 
 _LINE = 64  # bytes of a cache line: the unit of a streaming store
 _STREAM_FROM = 192  # shorter runs: the unaligned ends outweigh what streaming saves
@@ -71,12 +76,32 @@ def _fence(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
+class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
+    """Compiled kernels on disk; a disk that is full, or broken, costs time and not the call."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except (OSError, EOFError):
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            if not unsaved:
+                _log.warning("compiled kernels cannot be kept in %s: %s", self.cache_path, error)
+            unsaved.append(error.with_traceback(None))
+
+
 def jit(function: Callable[..., Any]) -> Any:
     """Compile without the GIL; cached on disk where the package or the home directory can hold a cache."""
+    compiled = numba.njit(nogil=True)(function)
     try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # "no locator available": read-only package and no usable home directory
-        return numba.njit(nogil=True)(function)
+        compiled._cache = _Cache(function)  # what `cache=True` does, with numba's own
+    except (RuntimeError, OSError):  # "no locator available": read-only package and no usable home directory
+        return compiled
+    return compiled
 
 
 def _copy_run_source(dst: Any, src: Any, nbytes: Any, stream: Any) -> None:

@@ -106,7 +106,7 @@ def check_distinct(name: str, index: I64, first: int) -> None:
     if np.count_nonzero(twice):
         values = used[1:][twice & (used[1:] >= 0)]
         if values.size:
-            raise BoundsError(f"{name} has {values[0]} more than once; a load writes each once")
+            raise BoundsError(f"{name} has {values[0]} more than once; each is written once")
 
 
 def check_entries(name: str, entries: int, side: Side, end: int) -> None:

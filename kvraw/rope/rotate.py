@@ -10,7 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.arrays import ASK_DRIVER, I64, IndexVector, TensorView, dtype_name, host_bytes, index_vector, tensor_view
+from kvraw.arrays import (
+    ASK_DRIVER,
+    I64,
+    IndexVector,
+    TensorView,
+    dtype_name,
+    element_type,
+    host_bytes,
+    index_vector,
+    require_writable,
+    tensor_view,
+)
 from kvraw.engines.cpu import in_parts
 from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.engines.grid import Launch, Launches, Operation, key_of
@@ -35,6 +46,7 @@ _DTYPES: dict[str, tuple[str, int, Any]] = {
     "float16": ("fp16", 2, np.uint16),
     "bfloat16": ("bf16", 2, np.int16),
 }
+_SIZES = {name: size for name, (_, size, _) in _DTYPES.items()}
 _NAMES = ("old_positions", "new_positions")
 Positions = IndexVector | range
 _TENSORS = ("key", *_NAMES, "cache")  # fields of the block that take the addresses of a call's tensors
@@ -75,16 +87,6 @@ class _Rotation:
         return bool(self.layers and self.tokens and self.heads and self.half)
 
 
-def _dtype(name: str, tensor: Any, view: TensorView, given: str | None) -> str:
-    found = (given or dtype_name(tensor)).removeprefix("torch.")
-    if found not in _DTYPES or _DTYPES[found][1] != view.itemsize:
-        raise TypeError(
-            f"{name} holds {found or 'elements of a type that its protocol does not tell'} of {view.itemsize} bytes; "
-            f"pass dtype=, one of {', '.join(_DTYPES)}"
-        )
-    return found
-
-
 def _place(view: TensorView) -> int | None:
     return locate(view.address, max(view.nbytes, 1)).device if view.device == ASK_DRIVER else view.device
 
@@ -92,9 +94,9 @@ def _place(view: TensorView) -> int | None:
 def _take(
     key: Any, cache: Any, neox: bool, head_size: int | None, head_stride: int | None, dtype: str | None
 ) -> _Rotation:
-    k, c = tensor_view(key), tensor_view(cache)
-    kind = _dtype("key", key, k, dtype)
-    if _dtype("cos_sin_cache", cache, c, dtype) != kind:
+    k, c = tensor_view(key, "key"), tensor_view(cache, "cos_sin_cache")
+    kind = element_type("key", key, require_writable("key", k), dtype, _SIZES)
+    if element_type("cos_sin_cache", cache, c, dtype, _SIZES) != kind:
         raise TypeError(f"cos_sin_cache holds {dtype_name(cache)}, must hold {kind} as key does")
     if len(c.shape) != 2 or c.shape[1] % 2 or (c.shape[1] > 1 and c.strides[1] != c.itemsize) or c.strides[0] < 0:
         raise LayoutError(f"cos_sin_cache has shape {c.shape}, must be [positions, rotary dimension] with dense rows")

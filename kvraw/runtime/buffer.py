@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvraw import config
+from kvraw.checks import Uncopied, integer
 from kvraw.errors import (
     BoundsError,
     ClosedError,
@@ -38,7 +39,7 @@ _DEFAULTS = HostOptions()
 _live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
 
-class HostBuffer(InUse):
+class HostBuffer(InUse, Uncopied):
     """One range of host memory, page-aligned and of exactly the size asked for (rounded up to whole pages).
 
     Parameters
@@ -69,6 +70,7 @@ class HostBuffer(InUse):
     def __init__(
         self, nbytes: int, *, device: int | None = None, pin: bool | None = None, options: HostOptions | None = None
     ) -> None:
+        nbytes = integer("nbytes", nbytes)
         if nbytes <= 0:
             raise BoundsError(f"nbytes is {nbytes}, must be positive")
         chosen = options or _DEFAULTS
@@ -114,7 +116,7 @@ class HostBuffer(InUse):
         """
         self = cls.__new__(cls)
         target = device_to_pin(device, pin)
-        self._adopt(attach_memory(name, nbytes), target, _DEFAULTS)
+        self._adopt(attach_memory(name, None if nbytes is None else integer("nbytes", nbytes)), target, _DEFAULTS)
         return self
 
     def _adopt(self, memory: HostMemory, target: int | None, options: HostOptions) -> None:
@@ -289,7 +291,7 @@ class HostBuffer(InUse):
     def view(self, address: int, nbytes: int) -> np.ndarray:
         """Bytes of the memory as an array; it keeps the memory alive, also after `close`."""
         self.require_open()
-        offset = address - self.address
+        offset, nbytes = integer("address", address) - self.address, integer("nbytes", nbytes)
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise BoundsError(f"address {address:#x} with {nbytes} bytes lies outside the {self._noun}")
         return self._bytes[offset : offset + nbytes]

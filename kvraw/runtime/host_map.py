@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvraw.checks import integer
 from kvraw.errors import BoundsError, DriverError, HostMemoryError
 from kvraw.runtime import facts, libc, shm
 from kvraw.runtime.driver import driver
@@ -79,11 +80,11 @@ class HostOptions:
             raise ValueError(f"name is {self.name!r}, but kind is {self.kind!r}; only shared memory has a name")
         if self.node is not None and self.kind == "pinned":
             raise ValueError("node is given, but the driver chooses where the memory that it allocates lies")
-        if isinstance(self.node, int) and not 0 <= self.node < 1024:
+        if self.node not in (None, "device") and not 0 <= integer("node (if not 'device')", self.node) < 1024:
             raise BoundsError(f"node is {self.node}, must be in [0, 1024)")
         for name in ("first_bytes", "threads", "step_bytes"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and integer(name, value) <= 0:
                 raise BoundsError(f"{name} is {value}, must be positive")
         if self.step_bytes is not None and self.step_bytes > LARGEST_STEP:
             raise BoundsError(f"step_bytes is {self.step_bytes}, must be at most {LARGEST_STEP}")
@@ -246,7 +247,7 @@ def _bind(memory: HostMemory, node: int | str, device: int | None, strict: bool)
             memory.lose(f"NUMA binding: {why}", "name a device, or the node itself", strict)
             return
         node = found
-    assert isinstance(node, int)
+    node = integer("node", node)
     known = facts.nodes()
     if known and node not in known:
         raise BoundsError(f"node is {node}, must be one of {known}, the nodes with memory")
@@ -346,6 +347,7 @@ def attach_memory(name: str, nbytes: int | None) -> HostMemory:
 
 def borrow_memory(address: int, nbytes: int, owner: object) -> HostMemory:
     """Memory of somebody else, of exactly this size."""
+    address, nbytes = integer("address", address), integer("nbytes", nbytes)
     if not 0 < address < 2**64 - nbytes or nbytes <= 0:
         raise BoundsError(f"address is {address:#x} with nbytes {nbytes}, must be in (0, 2**64) with positive nbytes")
     return HostMemory(address, nbytes, "borrowed", None, owner)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvraw.checks import Uncopied, integer
 from kvraw.errors import BoundsError, ClosedError, HostMemoryError
 from kvraw.runtime.buffer import HostBuffer
 from kvraw.runtime.host_map import HostMemory, HostOptions
@@ -27,14 +28,14 @@ class ChunkKind:
         self.nbytes = nbytes
 
 
-class HostChunk:
+class HostChunk(Uncopied):
     """`nbytes` of a pool. `free` gives them back; the pool must be open for any use of the address.
 
     Other libraries take it as an array of bytes: through DLPack, the array interface or ``memoryview(chunk.numpy())``;
     what they make of it keeps the pool's memory mapped.
     """
 
-    __slots__ = ("__weakref__", "address", "kind", "nbytes", "pool")
+    __slots__ = ("__weakref__", "_seen", "address", "kind", "nbytes", "pool")
 
     def __init__(self, pool: HostPool, address: int, nbytes: int, kind: ChunkKind) -> None:
         self.pool, self.address, self.nbytes = pool, address, nbytes
@@ -54,7 +55,8 @@ class HostChunk:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        return dict(self.numpy().__array_interface__)
+        self._seen = self.numpy()  # the array that is made of this keeps the chunk alone
+        return dict(self._seen.__array_interface__)
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.numpy().__dlpack__(**options)
@@ -113,7 +115,7 @@ class HostPool(HostBuffer):
         options: HostOptions | None = None,
         limit: int | None = None,
     ) -> None:
-        if limit is not None and limit < 0:
+        if limit is not None and integer("limit", limit) < 0:
             raise BoundsError(f"limit is {limit}, must be >= 0")
         super().__init__(nbytes, device=device, pin=pin, options=options)
         self.limit = limit
@@ -163,6 +165,7 @@ class HostPool(HostBuffer):
             They do not fit; says what was asked for, what is free and the largest hole. It is a MemoryError.
         """
         self.require_open()
+        count, nbytes = integer("count", count), integer("nbytes", nbytes)
         if count < 0 or nbytes <= 0:
             raise BoundsError(f"count is {count}, nbytes {nbytes}: must be >= 0 and > 0")
         size = -(-nbytes // self.ALIGNMENT) * self.ALIGNMENT

@@ -210,7 +210,7 @@ def test_checks() -> None:
         (s.pool.backup, ([0], [idle]), rf"slots\[0\] is {idle}, a slot that is not allocated"),
         (s.pool.backup, ([0, 40], slots[:2]), r"cache_slots\[1\] is 40, must be in \[0, 40\)"),
         (s.pool.backup, ([0, -1], slots[:2]), r"cache_slots\[1\] is -1"),
-        (s.pool.backup, ([0, 1], [slots[0]] * 2), "slots has .* more than once"),
+        (s.pool.backup, ([0, 1], [slots[0]] * 2), "slots has .* more than once; each is written once"),
     ]:
         with pytest.raises(kvraw.BoundsError, match=message):
             call(s.cache, *args)
@@ -224,12 +224,27 @@ def test_checks() -> None:
         other.backup(s.cache, [0], [0])
     with pytest.raises(kvraw.LayoutError, match="layout is 'page_last', must be one of"):
         kvraw.HostKVPool.like(s.cache, 48, layout="page_last")
-    with pytest.raises(kvraw.LayoutError, match="page_head_mla"):
+    with pytest.raises(kvraw.LayoutError, match="layout is 'page_head' with planes 1"):
         kvraw.HostKVPool(
             layout="page_head", tokens=4, page_size=4, layers=1, heads=1, head_size=8, element_size=1, planes=1
         )
     with pytest.raises(kvraw.BoundsError, match="tokens is 6"):
         kvraw.HostKVPool.like(s.cache, 6, layout="page_first")
+    for size in (0, -4):
+        with pytest.raises(kvraw.BoundsError, match=f"page_size is {size}, must be positive"):
+            kvraw.HostKVPool.like(s.cache, 48, layout="page_first", page_size=size)
+    for plane in (-1, 2):
+        with pytest.raises(kvraw.BoundsError, match=rf"plane is {plane}, must be in \[0, 2\)"):
+            s.pool.numpy(plane)
+    for use in (s.pool.load, s.pool.load_layers):
+        with pytest.raises(kvraw.BoundsError, match="ctas is -1, must be >= 0"):
+            use(s.cache, slots[:2], [0, 1], ctas=-1)
+    with pytest.raises(TypeError, match=r"tokens is 8\.0, must be an integer"):
+        s.pool.alloc(8.0)  # type: ignore[arg-type]
+    fused = kvraw.PagedCache.from_pointers([64], 11, Geometry(1, 8, 4, 3, 16, 2, planes=1), device=s.cache.device)
+    with pytest.raises(kvraw.LayoutError, match="heads is 3 with planes 1, must be 1; of a fused cache"):
+        kvraw.HostKVPool.like(fused, 8, layout="layer_first")
+
     for array, was in zip(s.host(), before, strict=True):
         np.testing.assert_array_equal(array, was)
     np.testing.assert_array_equal(s.w.take(s.memory), cached)
@@ -303,3 +318,20 @@ def test_nothing_to_load(w: TorchLike) -> None:
     s.pool.close()
     with pytest.raises(kvraw.ClosedError):
         s.pool.load_layers(s.cache, none, none, stream=w.stream)
+
+
+def test_a_closed_pool_gives_nothing(w: TorchLike) -> None:
+    s = Setting(w, "page_first")
+    slots = s.pool.alloc(8)
+    s.pool.close()
+    for use in (
+        lambda: s.pool.alloc(0),
+        lambda: s.pool.free(slots),
+        lambda: s.pool.available,
+        lambda: s.pool.__enter__(),
+        lambda: s.pool.numpy(),
+        lambda: s.pool.backup(s.cache, [0], [0], stream=w.stream),
+    ):
+        with pytest.raises(kvraw.ClosedError, match="the pool is closed"):
+            use()
+    s.pool.close()

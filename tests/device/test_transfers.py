@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -259,3 +260,46 @@ def test_memcpy_batch(world: World, legacy: bool) -> None:
 def test_memcpy_batch_is_cut_into_calls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRAW_MAX_BATCH", "7")
     test_memcpy_batch(world, False)
+
+
+def test_device_memory_that_says_it_is_read_only_is_a_source_only(world: World) -> None:
+    class Held:
+        def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
+            data = {"data": (address, True), "shape": shape, "typestr": typestr, "version": 3}
+            self.__cuda_array_interface__ = data
+
+    size = world.cache.chunk_bytes(TOKENS)
+    chunk = Held(world.memory.address, (size,), "|u1")
+    with pytest.raises(kvraw.PlacementError, match=r"chunks\[1\] is read-only memory"):
+        kvraw.store(world.cache, [world.chunks[0], chunk], [39], stream=world.stream)
+    each = world.paged.nbytes // G.layers
+    shape = (2, G.blocks, G.block_size, G.heads, G.head_size)
+    tensors = [Held(world.memory.address + k * each, shape, "<i2") for k in range(G.layers)]
+    cache = kvraw.PagedCache.from_tensors(tensors, kv_layout="NHD")
+    with pytest.raises(kvraw.PlacementError, match="cache holds a read-only tensor"):
+        kvraw.load(cache, world.chunks, [39], stream=world.stream)
+    np.testing.assert_array_equal(world.now(), world.paged)
+    kvraw.store(cache, world.chunks, [39], stream=world.stream).wait()
+    np.testing.assert_array_equal(world.chunk(0)[:, :, 0], world.paged[:, :, 39].transpose(1, 0, 2, 3, 4))
+
+
+@pytest.mark.parametrize("engine", ["kernel", "staged"])
+def test_a_transfer_under_way_keeps_the_tensors_of_a_cache_that_was_dropped(world: World, engine: str) -> None:
+    class Held:
+        """An owner that can be watched."""
+
+    owner = Held()
+    seen = weakref.ref(owner)
+    cache = kvraw.PagedCache.from_pointers(world.cache.bases, 1, G, device=world.device, owner=owner)
+    gc.collect()
+    gc.disable()
+    try:
+        kvraw.store(cache, world.chunks, [1, 2], stream=world.stream, engine=engine)
+        del cache, owner
+        assert seen() is not None
+        world.stream.synchronize()
+        for _ in range(80):  # enough for the books to be looked through
+            kvraw.store(world.cache, world.chunks, [1, 2], stream=world.stream, engine=engine).wait()
+        assert seen() is None
+    finally:
+        gc.enable()

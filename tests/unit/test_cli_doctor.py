@@ -244,3 +244,29 @@ def test_cgroup_limit(tmp_path: Path) -> None:
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712")
     assert cgroup_limit(str(tmp_path), str(listing)) is None
     assert cgroup_limit(str(tmp_path), str(tmp_path / "none")) is None
+
+
+FULL = """
+import logging, resource
+logging.basicConfig()
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file takes a byte
+import numpy as np, kvraw
+from kvraw.cli.main import main
+tensor = np.random.default_rng(0).integers(0, 2**15, (2, 6, 4, 2, 8), dtype=np.int16)
+cache = kvraw.PagedCache.from_tensors([tensor], kv_layout="NHD")
+chunk = np.zeros((2, 1, 4, 16), np.int16)
+kvraw.store(cache, [chunk], [3]).wait()
+assert (chunk[:, 0] == tensor[:, 3].reshape(2, 4, 16)).all()
+code = main(["doctor"])
+assert code == 0, code
+"""
+
+
+def test_a_full_disk_costs_the_kernels_kept_on_it_only(tmp_path: Path) -> None:
+    done = python("-c", FULL, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert f"compiled kernels cannot be kept in {tmp_path}" in done.stderr
+    hints = [line for line in done.stdout.splitlines() if line.startswith("hint")]
+    assert any("cannot be kept in" in line and "to another directory" in line for line in hints), done.stdout
+    assert "numba fails" not in done.stdout
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -165,3 +165,37 @@ def test_torch_tensors_are_taken() -> None:
     restored = torch.zeros_like(chunk)
     codec.decompress(codec.compress(chunk), restored).wait()
     assert (restored - chunk).abs().max() < 0.2
+
+
+def test_read_only_memory_is_not_written() -> None:
+    chunk = np.random.default_rng(0).standard_normal((2, 3, 5, 8)).astype(np.float32)
+    chunk.flags.writeable = False
+    compressed = codec.compress(chunk)
+    symbols = codec.decode(compressed.encoded)
+
+    def held(*shape: int, dtype: type = np.uint8) -> np.ndarray:
+        out = np.zeros(shape, dtype)
+        out.flags.writeable = False
+        return out
+
+    cdf, lengths = np.zeros((6, 8, 33), np.uint16), np.zeros((6, 8), np.int32)
+    codec.write_cdf(symbols, cdf)
+    for name, out, call in (
+        ("out", held(2, 3, 5, 8, dtype=np.float32), lambda out: codec.decompress(compressed, out)),
+        ("out", held(6, 5, 8), lambda out: codec.decode(compressed.encoded, out)),
+        ("cdf", held(6, 8, 33, dtype=np.uint16), lambda out: codec.write_cdf(symbols, out)),
+        ("out", held(6, 8, 64), lambda out: codec.encode_into(cdf, symbols, out, lengths)),
+        (
+            "lengths",
+            held(6, 8, dtype=np.int32),
+            lambda o: codec.encode_into(cdf, symbols, np.zeros((6, 8, 64), np.uint8), o),
+        ),
+        ("symbols", held(6, 5, 8), lambda out: codec.decode_into(cdf, np.zeros((6, 8, 64), np.uint8), lengths, out)),
+        ("symbols", held(6, 5, 8), lambda o: codec.quantize_into(chunk, 32, o, np.zeros((6, 5), np.float32))),
+        ("maxima", held(6, 5, dtype=np.float32), lambda o: codec.quantize_into(chunk, 32, symbols.copy(), o)),
+        ("chunk", chunk, lambda out: codec.dequantize_into(symbols, compressed.maxima, 32, out)),
+    ):
+        before = out.copy()
+        with pytest.raises(kvraw.PlacementError, match=f"{name} is read-only memory"):
+            call(out)
+        np.testing.assert_array_equal(out, before)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
+
 import numpy as np
 import pytest
 
@@ -50,8 +55,19 @@ def test_bad_block_ids(world: World, verb: str, engine: str, ids: list[int], mes
 
 def test_bad_ids_behind_the_skip_do_not_matter(world: World) -> None:
     kvraw.store(world.cache, world.chunks, [99, -5, 3], skip_blocks=2)
-    with pytest.raises(kvraw.BoundsError, match="skip is -1"):
-        kvraw.store(world.cache, world.chunks, [1], skip_blocks=-1)
+    kvraw.store(world.cache, world.chunks, [99, -5, 3], skip_blocks=np.int8(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verb", ["store", "load"])
+def test_bad_skips(world: World, verb: str) -> None:
+    for skip, error, said in (
+        (-1, kvraw.BoundsError, "is -1, must be >= 0"),
+        (0.5, TypeError, "is 0.5, must be an int"),
+    ):
+        for name, call in (("blocks", getattr(kvraw, verb)), ("tokens", getattr(kvraw, f"{verb}_slots"))):
+            with pytest.raises(error, match=rf"skip_{name} \(of a plan: skip\) {said}"):
+                call(world.cache, world.chunks, [1], **{f"skip_{name}": skip})
+    world.assert_untouched()
 
 
 def test_bad_slots(world: World) -> None:
@@ -173,3 +189,193 @@ def test_no_ids_is_a_no_op(world: World) -> None:
         kvraw.load_slots(world.cache, chunks, []).wait()
     kvraw.store(world.cache, world.chunks, [1, 2], skip_blocks=7).wait()
     world.assert_untouched()
+
+
+@pytest.mark.parametrize("dtype", [object, [("what", object), ("size", np.int64)]])
+def test_arrays_of_python_objects_are_refused(world: World, dtype: object) -> None:
+    size = world.cache.chunk_bytes(8) // np.dtype(dtype).itemsize
+    objects = np.empty(size, dtype)
+    before = objects.copy()
+    for tokens in (None, 8):
+        for verb in ("store", "load"):
+            with pytest.raises(TypeError, match=r"chunks\[0\] holds Python objects"):
+                getattr(kvraw, verb)(world.cache, [objects], [0], chunk_tokens=tokens)
+    with pytest.raises(TypeError, match=r"tensors\[1\] holds Python objects"):
+        kvraw.PagedCache.from_tensors([world.paged[0], np.empty((2, 6, 4, 2, 16), dtype)])
+    assert (objects == before).all()
+    world.assert_untouched()
+
+
+def test_an_array_of_chunks_is_not_their_memory(world: World) -> None:
+    with kvraw.HostPool(1 << 16) as pool:
+        chunks = pool.chunks(2, world.cache.chunk_bytes(8))
+        with pytest.raises(TypeError, match=r"chunks\[0\] holds Python objects"):
+            kvraw.store(world.cache, np.array(chunks, object), [0])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "view", "array"])
+def test_read_only_memory_is_a_source_only(world: World, kind: str) -> None:
+    held = world.chunks[0].tobytes()
+    chunk: object = {"bytes": held, "view": memoryview(held), "array": np.frombuffer(held, np.uint8)}[kind]
+    with pytest.raises(kvraw.PlacementError, match=r"chunks\[1\] is read-only memory, must be writable"):
+        kvraw.store(world.cache, [world.chunks[1], chunk], [0, 1, 2])
+    world.assert_untouched()
+    assert held == world.chunks[0].tobytes()
+    kvraw.load(world.cache, [chunk], [3])
+    want = world.before[0]
+    want[:, :, 3] = world.chunks[0].reshape(2, 2, 8, 2, 16)[:, :, :4].transpose(1, 0, 2, 3, 4)
+    world.assert_untouched()
+
+
+def test_a_read_only_cache_is_a_source_only(world: World) -> None:
+    tensors = [world.paged[0], world.paged[1].view()]
+    tensors[1].flags.writeable = False
+    cache = kvraw.PagedCache.from_tensors([t.view(np.int16) for t in tensors], kv_layout="NHD")
+    with pytest.raises(kvraw.PlacementError, match="cache holds a read-only tensor"):
+        kvraw.load(cache, world.chunks, [0])
+    host = kvraw.HostKVPool.like(cache, 8, layout="page_first")
+    slots = host.alloc(8)
+    host.backup(cache, np.arange(8), slots).wait()
+    for load in (host.load, host.load_layers):
+        with pytest.raises(kvraw.PlacementError, match="cache holds a read-only tensor"):
+            load(cache, slots, np.arange(8))
+    host.close()
+    world.assert_untouched()
+    kvraw.store(cache, world.chunks, [1])
+    got = world.chunks[0].reshape(2, 2, 8, 2, 16)[:, :, :4]
+    np.testing.assert_array_equal(got, world.paged[:, :, 1].transpose(1, 0, 2, 3, 4))
+
+
+SIZES = {"layers": 2, "blocks": 6, "block_size": 4, "heads": 2, "head_size": 8, "element_size": 2}
+
+
+@pytest.mark.parametrize("name", [*SIZES, "planes", "block_stride"])
+def test_sizes_of_a_geometry_are_plain_integers(name: str) -> None:
+    for value in (2.0, "2", None, True, np.float64(2), np.bool_(True)):
+        with pytest.raises(TypeError, match=f"geometry: {name} is .*, must be an integer"):
+            Geometry(**{**SIZES, name: value})
+    given = Geometry(**{**SIZES, name: np.int8(2)})
+    assert given == Geometry(**{**SIZES, name: 2})
+    assert type(getattr(given, name)) is int
+
+
+@pytest.mark.parametrize("name", [*SIZES, "block_stride"])
+def test_a_geometry_beyond_any_memory(name: str) -> None:
+    with pytest.raises(kvraw.LayoutError, match=rf"{name}={2**62}.* takes \d+ bytes, must be fewer than {2**63}"):
+        Geometry(**{**SIZES, name: 2**62})
+
+
+def test_narrow_integers_do_not_overflow() -> None:
+    """Byte strides beyond 2**31, of counts that numpy holds in 32 bits."""
+    blocks = 65537
+    tensor = np.zeros((2, blocks, 16, 8, 128), np.int16)  # pages that nobody touches are not backed
+    tensor[1, 3] = np.arange(16 * 8 * 128).reshape(16, 8, 128)
+    sizes = (np.int32(n) for n in (1, blocks, 16, 8, 128, 2))
+    cache = kvraw.PagedCache.from_pointers([tensor.ctypes.data], 1, Geometry(*sizes))
+    chunk = np.zeros((2, 1, 16, 1024), np.int16)
+    tokens = np.int32(16)
+    assert type(cache.chunk_bytes(tokens)) is int
+    kvraw.store(cache, [chunk], [3], chunk_tokens=tokens)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(chunk[1, 0], tensor[1, 3].reshape(16, 1024))
+    assert not chunk[0].any()
+    for bad in (0, 2**60):
+        with pytest.raises(kvraw.BoundsError, match=rf"tokens is {bad}, must be in \[1, "):
+            cache.chunk_bytes(bad)
+    with pytest.raises(TypeError, match=r"chunk_tokens is 16\.0, must be an integer"):
+        kvraw.TransferPlan(cache, "store", chunk_tokens=16.0)  # type: ignore[arg-type]
+
+
+def test_what_stands_for_memory_is_neither_copied_nor_pickled(world: World) -> None:
+    with kvraw.HostPool(1 << 16) as pool, kvraw.HostBuffer(4096) as buffer:
+        (chunk,) = pool.chunks(1, world.cache.chunk_bytes(8))
+        plan = kvraw.TransferPlan(world.cache, "store", chunk_tokens=8)
+        host = kvraw.HostKVPool.like(world.cache, 8, layout="layer_first")
+        for one in (world.cache, plan, plan([chunk], [0]), pool, buffer, chunk, host):
+            for way in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=f"a {type(one).__name__} stands for memory of this process"):
+                    way(one)
+    assert copy.deepcopy(G) == pickle.loads(pickle.dumps(G)) == G
+
+
+def test_an_empty_call_does_not_tell_the_size_of_addresses(world: World) -> None:
+    kvraw.store(world.cache, [], [])
+    with pytest.raises(kvraw.LayoutError, match="pass chunk_tokens="):
+        kvraw.store(world.cache, [int(world.chunks[0].ctypes.data)], [0])
+    world.assert_untouched()
+
+
+def test_tensors_end_with_the_last_reference_to_their_cache() -> None:
+    class Held(np.ndarray):
+        """An array that can be watched."""
+
+    gc.collect()
+    gc.disable()
+    try:
+        for by_plan in (False, True):
+            tensors = [np.zeros((2, 6, 4, 2, 8), np.int16).view(Held) for _ in range(2)]
+            seen = weakref.ref(tensors[1])
+            cache = kvraw.PagedCache.from_tensors(tensors, kv_layout="NHD")
+            chunk = np.zeros(cache.chunk_bytes(8), np.uint8)
+            kvraw.store(cache, [chunk], [1, 2])
+            transfer = kvraw.load(cache, [chunk], [1])
+            plan = kvraw.TransferPlan(cache, "store", chunk_tokens=8) if by_plan else None
+            del tensors, cache
+            assert seen() is not None  # the transfer, or the plan, is the user's
+            del transfer
+            if plan is not None:
+                plan([chunk], [1])
+                assert plan.cache.device is None
+                del plan
+            assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_a_chunk_is_stored_to_once(world: World) -> None:
+    first = world.chunks[0]
+    where = int(first.ctypes.data)
+    with kvraw.HostPool(1 << 16) as pool:
+        a, b = pool.chunks(2, world.cache.chunk_bytes(8))
+        a.numpy()[:] = 3
+        for row, ids in (
+            ([first, first], [0, 1, 2]),
+            ([first, where], [0, 1, 2]),
+            ([a, a], [0, 1, 2]),
+            ([a, first, a], range(5)),
+        ):
+            with pytest.raises(kvraw.BoundsError, match=rf"chunks\[{len(row) - 1}\] and chunks\[0\] both begin at 0x"):
+                kvraw.store(world.cache, row, ids, chunk_tokens=8)
+            world.assert_untouched()
+        assert (a.numpy() == 3).all()
+        # What a store does not write may stand anywhere, and so may what a load reads.
+        kvraw.store(world.cache, [a, a, b], [0, 1, 2, 3, 4], skip_blocks=2)
+        kvraw.store(world.cache, [a, a], [0, 1])
+        kvraw.store(world.cache, [a, a], [0, 1, 2], check=False)
+        kvraw.load(world.cache, [a, a], [0, 1, 2])
+        np.testing.assert_array_equal(world.paged[:, :, 0], world.paged[:, :, 2])
+
+
+def test_a_tensor_is_one_layer(world: World) -> None:
+    tensors = [t.view(np.int16) for t in world.paged]
+    with pytest.raises(kvraw.BoundsError, match=r"tensors: addresses 1 and 2 are both 0x"):
+        kvraw.PagedCache.from_tensors([*tensors, tensors[1]], kv_layout="NHD")
+    with pytest.raises(kvraw.BoundsError, match=r"pointers: addresses 0 and 1 are both 0x40"):
+        kvraw.PagedCache.from_pointers([64, 64], 1, G)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        kvraw.DriverError("CUDA_ERROR_OUT_OF_MEMORY", 2, "cuMemAlloc"),
+        kvraw.DriverError("CUDA_ERROR_INVALID_VALUE", 1, "cuMemcpyBatchAsync", "invalid argument", 7),
+        kvraw.BoundsError("x is 3"),
+        kvraw.HostMemoryError("none left"),
+    ],
+)
+def test_errors_come_back_from_another_process(error: Exception) -> None:
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(other) is type(error)
+        assert str(other) == str(error)
+        if isinstance(error, kvraw.DriverError):
+            told = (error.name, error.code, error.call, error.index)
+            assert (other.name, other.code, other.call, other.index) == told

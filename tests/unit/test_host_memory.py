@@ -189,6 +189,8 @@ def test_the_node_of_a_gpu_that_is_not_there(caplog: pytest.LogCaptureFixture) -
         ({"kind": "huge"}, ValueError, "kind is 'huge', must be anonymous"),
         ({"name": "x"}, ValueError, "name is 'x', but kind is 'anonymous'"),
         ({"kind": "pinned", "node": 0}, ValueError, "the driver chooses"),
+        ({"node": "x"}, TypeError, r"node .if not 'device'. is 'x', must be an integer"),
+        ({"threads": 1.5}, TypeError, r"threads is 1\.5, must be an integer"),
         ({"node": -1}, kvraw.BoundsError, r"node is -1, must be in \[0, 1024\)"),
         ({"threads": 0}, kvraw.BoundsError, "threads is 0"),
         ({"step_bytes": -1}, kvraw.BoundsError, "step_bytes is -1"),

@@ -6,6 +6,9 @@ import contextlib
 import gc
 import itertools
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,3 +91,47 @@ def test_bad_sizes() -> None:
         kvraw.HostPool(0)
     with pytest.raises(MemoryError, match="cannot map"):
         kvraw.HostPool(1 << 60)
+
+
+@pytest.mark.parametrize(
+    "take", [np.asarray, lambda chunk: np.asarray(chunk)[1000:], np.from_dlpack, lambda c: c.numpy()]
+)
+def test_what_other_libraries_make_of_a_chunk_outlives_the_pool(take: Callable[[Any], np.ndarray]) -> None:
+    pool = kvraw.HostPool(32 << 20)
+    (chunk,) = pool.chunks(1, 16 << 20)
+    chunk.numpy()[:] = 7
+    array, address = take(chunk), chunk.address
+    pool.close()
+    del pool, chunk
+    gc.collect()
+    assert (array == 7).all()
+    del array
+    gc.collect()
+    assert not mapped(address)
+
+
+def mapped(address: int) -> bool:
+    """Whether the process has memory there."""
+    spans = [line.split(" ", 1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+
+
+@pytest.mark.parametrize("bad", [1.5, 2.0, "2", True, None])
+def test_what_is_no_integer_leaves_a_pool_as_it_was(bad: Any) -> None:
+    with kvraw.HostPool(4 * 4096) as pool:
+        before = pool.info()
+        for name, call in (
+            ("count", lambda: pool.chunks(bad, 8)),
+            ("nbytes", lambda: pool.chunks(1, bad)),
+            ("nbytes", lambda: pool.view(pool.address, bad)),
+            ("nbytes", lambda: kvraw.HostPool(bad)),
+            ("nbytes", lambda: kvraw.HostPool.from_pointer(pool.address, bad)),
+            *([("limit", lambda: kvraw.HostPool(4096, limit=bad))] if bad is not None else []),
+        ):
+            with pytest.raises(TypeError, match=f"{name} is .*, must be an integer"):
+                call()
+        assert pool.info() == before
+        (chunk,) = pool.chunks(np.int8(1), np.int16(8192))  # type: ignore[arg-type]
+        assert type(chunk.nbytes) is int
+        pool.free([chunk])
+        assert pool.info()["largest_hole"] == 4 * 4096

@@ -136,3 +136,12 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(error, match=said):
         rerotate_keys(*arguments, **options)  # type: ignore[arg-type]
     assert not KEY.any()
+
+
+def test_read_only_keys_are_refused() -> None:
+    key, table = np.ones((3, 2, 4), np.float32), np.ones((9, 4), np.float32)
+    key.flags.writeable = table.flags.writeable = False
+    with pytest.raises(kvraw.PlacementError, match="key is read-only memory"):
+        rerotate_keys(key, np.arange(3), np.arange(3) + 1, table)
+    assert (key == 1).all()
+    rerotate_keys(key.copy(), np.arange(3), np.arange(3) + 1, table)

@@ -121,6 +121,8 @@ def test_attach_what_is_not_there_or_too_small() -> None:
         for nbytes in (0, -1, SIZE + 1):
             with pytest.raises(kvraw.BoundsError, match=rf"nbytes is {nbytes}, must be in \[1, {SIZE}\]"):
                 kvraw.HostBuffer.attach(str(pool.name), nbytes)
+        with pytest.raises(TypeError, match=r"nbytes is 1\.5, must be an integer"):
+            kvraw.HostBuffer.attach(str(pool.name), 1.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", ["ftruncate", "posix_fallocate", "fchmod"])

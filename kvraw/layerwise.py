@@ -1,0 +1,43 @@
+"""Loads that go layer by layer: what is waited for, and one layer of a side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvraw.plan import Side
+from kvraw.prepared import Copy, Reached
+
+__all__ = ["LayerwiseLoad", "one_layer"]
+
+
+class LayerwiseLoad:
+    """A load of all layers in order, with an event behind each: a layer can be used while the next still moves."""
+
+    __slots__ = ("_copies",)
+
+    def __init__(self, copies: list[Copy]) -> None:
+        self._copies = copies
+
+    def wait_on(self, layer: int, stream: Any) -> None:
+        """Make a stream of the same device wait for a layer, and those before it."""
+        self._copies[layer].wait_on(stream)
+
+    def done(self, layer: int = -1) -> bool:
+        """Whether a layer, and those before it, is there; default: all of them. Never waits."""
+        return self._copies[layer].done()
+
+    def wait(self) -> None:
+        """Wait on the host for all layers; raises `BoundsError` where a kernel met a bad slot."""
+        for copy in self._copies:
+            copy.wait()
+
+
+def one_layer(side: Side, bases: Reached, layer: int, planes: int) -> tuple[Side, Reached]:
+    """One layer of a side: the side, which is the same for all layers, and that layer's bases."""
+    entries = np.arange(planes if side.table_plane else 1) * side.table_plane + layer * side.table_layer
+    one = replace(side, layer=0, table_layer=0, table_plane=int(side.table_plane != 0), entries=len(entries))
+    shift = np.uint64(layer * side.layer)
+    return one, Reached(bases.host[entries] + shift, bases.seen[entries] + shift, bases.link)
