@@ -135,6 +135,10 @@ def test_a_closed_pool(world: World) -> None:
         ([True], TypeError, "block_ids holds bool"),
         ([[0]], kvraw.BoundsError, "block_ids has 2 axes"),
         (np.array([2**63], np.uint64), kvraw.BoundsError, "block_ids holds 9223372036854775808"),
+        ([2**70], kvraw.BoundsError, rf"block_ids\[0\] is {2**70}, must be in \[-2\*\*63, 2\*\*63\)"),
+        ([1, 2**64], kvraw.BoundsError, rf"block_ids\[1\] is {2**64}, must be in"),
+        ([-(2**70)], kvraw.BoundsError, rf"block_ids\[0\] is -{2**70}, must be in"),
+        (np.array([1, None]), TypeError, "block_ids holds object"),
     ],
 )
 def test_what_is_no_index(world: World, ids: object, error: type[Exception], message: str) -> None:
@@ -379,3 +383,16 @@ def test_errors_come_back_from_another_process(error: Exception) -> None:
         if isinstance(error, kvraw.DriverError):
             told = (error.name, error.code, error.call, error.index)
             assert (other.name, other.code, other.call, other.index) == told
+
+
+def test_one_chunk_is_no_row(world: World) -> None:
+    with kvraw.HostPool(1 << 16) as pool:
+        (chunk,) = pool.chunks(1, world.cache.chunk_bytes(8))
+        for tokens in (None, 8):
+            with pytest.raises(TypeError, match="chunks is a HostChunk, must be a sequence of chunks"):
+                kvraw.store(world.cache, chunk, [0], chunk_tokens=tokens)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="chunks is a NoneType, must be a sequence of chunks"):
+                kvraw.load(world.cache, None, [0], chunk_tokens=tokens)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="chunks is a HostChunk, must be a sequence of chunks"):
+            pool.free(chunk)  # type: ignore[arg-type]
+        assert pool.info()["chunks"] == 1
