@@ -107,9 +107,8 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], Rows]:
     with progress("measuring") as tick:
         report = measure(what, _model(what.model), tick)
     if not any(report[part] for part in what.parts):
-        raise BoundsError(
-            f"--only {','.join(what.parts)} measures nothing here: it needs a GPU, or --mib above {what.mib:g}"
-        )
+        needs = f"parts may need a GPU, --sustained, or --mib above {what.mib:g}"
+        raise BoundsError(f"--only {','.join(what.parts)} measures nothing here: {needs}")
     if options.json and options.json != "-":
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     if options.plot:

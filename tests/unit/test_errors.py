@@ -396,3 +396,11 @@ def test_one_chunk_is_no_row(world: World) -> None:
         with pytest.raises(TypeError, match="chunks is a HostChunk, must be a sequence of chunks"):
             pool.free(chunk)  # type: ignore[arg-type]
         assert pool.info()["chunks"] == 1
+
+
+def test_the_engine_is_that_of_the_time_when_a_plan_is_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kvraw.store(world.cache, world.chunks, [0]).engine == "cpu"
+    monkeypatch.setenv("KVRAW_ENGINE", "reference")
+    assert kvraw.store(world.cache, world.chunks, [0]).engine == "cpu"
+    assert kvraw.load(world.cache, world.chunks, [0]).engine == "reference"
+    assert kvraw.TransferPlan(world.cache, "store", chunk_tokens=8)(world.chunks, [0]).engine == "reference"
