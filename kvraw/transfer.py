@@ -69,8 +69,8 @@ def store(
 ) -> Transfer:
     """Copy blocks of a cache to chunks; see `TransferPlan` for the arguments and errors.
 
-    `chunk_tokens` defaults to what the chunks' size says. The plan is kept with the cache and used again, with the engine
-    that `KVRAW_ENGINE` named when it was made.
+    `chunk_tokens` defaults to what the chunks' size says. The plan is kept with the cache and used again, with the
+    engine that `KVRAW_ENGINE` named when it was made.
     """
     plan = _plan_for(cache, "store", "block", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
     return plan(chunks, block_ids, skip=skip_blocks, stream=stream)
