@@ -109,13 +109,11 @@ class ChunkRow:
     def _one_pool(self) -> HostPool | None:
         """The pool, where all are live chunks of one pool and of the right size: found out without a look at each."""
         try:
-            kinds = set(map(_kind_of, self.owners))
-        except (AttributeError, TypeError):
+            kinds = list(map(_kind_of, self.owners))
+            kind = kinds[0]
+        except (AttributeError, IndexError):
             return None
-        if len(kinds) != 1:
-            return None
-        (kind,) = kinds
-        if type(kind) is not ChunkKind or kind.nbytes != self.nbytes:
+        if type(kind) is not ChunkKind or kind.nbytes != self.nbytes or kinds.count(kind) != len(kinds):
             return None
         pool: HostPool = self.owners[0].pool
         pool.require_open()
