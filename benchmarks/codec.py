@@ -181,10 +181,11 @@ def chunks(device: str, stream: Any) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="the CPU, which it is anyway where torch sees no GPU")
     parser.add_argument("--write")
     parser.add_argument("--rounds", type=int, default=0)
     options = parser.parse_args()
+    options.cpu = options.cpu or not torch.cuda.is_available()
     device = "cpu" if options.cpu else "cuda"
     ops = fallback() if options.cpu else native()
     stream = None if options.cpu else torch.cuda.default_stream()

@@ -296,6 +296,10 @@ def index_vector(name: str, values: Any) -> IndexVector:
         array = np.asarray(values)
         if array.size == 0 and array.ndim == 1:
             return IndexVector(np.zeros(0, np.int64), 0, 0)
+        if array.dtype == object and all(map(is_pointer, array.flat)):
+            for at, value in enumerate(array.flat):
+                if not -(2**63) <= value < 2**63:
+                    raise BoundsError(f"{name}[{at}] is {value}, must be in [-2**63, 2**63)")
         if array.dtype.kind not in "iu":
             raise TypeError(f"{name} holds {array.dtype}, must hold integers")
         if array.ndim != 1:

@@ -21,8 +21,18 @@ _UINT64 = np.dtype(np.uint64)
 _kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
 
-def chunk_bytes(chunk: Any) -> int | None:
-    """Bytes of the first chunk of a row; None where it is a plain address."""
+def _no_row(chunks: object) -> TypeError:
+    return TypeError(f"chunks is a {type(chunks).__name__}, must be a sequence of chunks")
+
+
+def chunk_bytes(chunks: Sequence[Any]) -> int | None:
+    """Bytes of the first of some chunks: 0 where there is none, None where it is a plain address."""
+    try:
+        if not len(chunks):
+            return 0
+        chunk = chunks[0]
+    except (TypeError, KeyError):
+        raise _no_row(chunks) from None
     if isinstance(chunk, HostChunk):
         return chunk.nbytes
     return None if is_pointer(chunk) else tensor_view(chunk, "chunks[0]").nbytes
@@ -65,7 +75,10 @@ class ChunkRow:
     def __init__(self, chunks: Sequence[Any], nbytes: int, written: bool) -> None:
         self.nbytes, self.bits = nbytes, -1
         self.edges: list[int] = []
-        self.owners: list[Any] = list(chunks)
+        try:
+            self.owners: list[Any] = list(chunks)
+        except TypeError:
+            raise _no_row(chunks) from None
         self._foreign: list[tuple[int, int | None]] = []  # (position, device) of what is no chunk of a pool
         pool = self._one_pool()
         if pool is not None:
@@ -96,13 +109,11 @@ class ChunkRow:
     def _one_pool(self) -> HostPool | None:
         """The pool, where all are live chunks of one pool and of the right size: found out without a look at each."""
         try:
-            kinds = set(map(_kind_of, self.owners))
-        except (AttributeError, TypeError):
+            kinds = list(map(_kind_of, self.owners))
+            kind = kinds[0]
+        except (AttributeError, IndexError):
             return None
-        if len(kinds) != 1:
-            return None
-        (kind,) = kinds
-        if type(kind) is not ChunkKind or kind.nbytes != self.nbytes:
+        if type(kind) is not ChunkKind or kind.nbytes != self.nbytes or kinds.count(kind) != len(kinds):
             return None
         pool: HostPool = self.owners[0].pool
         pool.require_open()

@@ -66,7 +66,10 @@ def _engine(text: str) -> str:
 
 
 ENGINE = Variable(
-    "KVRAW_ENGINE", _engine, "auto", "engine for every plan that names none: auto, kernel, cpu, reference"
+    "KVRAW_ENGINE",
+    _engine,
+    "auto",
+    f"engine for every plan that names none, read when it is made: {', '.join(ENGINES)}",
 )
 CPU_THREADS = Variable("KVRAW_CPU_THREADS", _positive, 0, "threads of the CPU engine; default: usable cores, at most 8")
 MAX_BATCH = Variable("KVRAW_MAX_BATCH", _positive, 8192, "descriptors per batch-memcpy call")

@@ -26,7 +26,7 @@ def _plan_for(
 ) -> TransferPlan:
     """The plan for these arguments, kept with the cache."""
     # 0: there is no chunk to tell; None: an address, which does not, or not asked.
-    nbytes = None if chunk_tokens is not None else chunk_bytes(chunks[0]) if len(chunks) else 0
+    nbytes = chunk_bytes(chunks) if chunk_tokens is None else None
     key = (direction, by, chunk_tokens, nbytes, chunk_layout, engine, check, ctas)
     plan: TransferPlan | None = cache.plans.get(key)
     if plan is None:
@@ -69,7 +69,8 @@ def store(
 ) -> Transfer:
     """Copy blocks of a cache to chunks; see `TransferPlan` for the arguments and errors.
 
-    `chunk_tokens` defaults to what the chunks' size says. The plan is kept with the cache and used again.
+    `chunk_tokens` defaults to what the chunks' size says. The plan is kept with the cache and used again, with the
+    engine that `KVRAW_ENGINE` named when it was made.
     """
     plan = _plan_for(cache, "store", "block", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
     return plan(chunks, block_ids, skip=skip_blocks, stream=stream)

@@ -38,8 +38,23 @@ def _device(options: argparse.Namespace) -> int | None:
         return device
 
 
+def _require_a_run(options: argparse.Namespace) -> None:
+    model = _model(options.model)
+    shapes = [model] if model else [SHAPES[run] for run in options.runs or SHAPES]
+    if not any(shape.within(int(options.mib * 2**20)) for shape in shapes):
+        least = next(n for n in range(64) if any(shape.within(1 << n) for shape in shapes))
+        raise BoundsError(f"--mib is {options.mib:g}, must be at least {2.0 ** (least - 20):g} for these run sizes")
+
+
+def _require_writable(path: Path) -> None:
+    there = path.exists()
+    path.open("a").close()
+    if not there:
+        path.unlink()
+
+
 def _options(options: argparse.Namespace) -> Options:
-    parts = options.only.split(",") if options.only else PARTS
+    parts = PARTS if options.only is None else options.only.split(",")
     for name in parts:
         if name not in PARTS:
             raise LayoutError(f"part {name!r} is unknown; there are {', '.join(PARTS)}")
@@ -51,7 +66,12 @@ def _options(options: argparse.Namespace) -> Options:
     if options.matmul and not options.sustained:
         raise LayoutError("--matmul goes with --sustained SECONDS")
     device = _device(options)
+    if "runs" in parts:
+        _require_a_run(options)
     # What is missing is told ahead of measuring.
+    for name in (options.json, options.plot):
+        if name not in (None, "-"):
+            _require_writable(Path(name))
     if options.plot:
         require_figure()
     if options.matmul:
@@ -86,6 +106,9 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], Rows]:
     what = _options(options)
     with progress("measuring") as tick:
         report = measure(what, _model(what.model), tick)
+    if not any(report[part] for part in what.parts):
+        needs = f"parts may need a GPU, --sustained, or --mib above {what.mib:g}"
+        raise BoundsError(f"--only {','.join(what.parts)} measures nothing here: {needs}")
     if options.json and options.json != "-":
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
     if options.plot:

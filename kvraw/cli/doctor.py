@@ -29,7 +29,7 @@ __all__ = ["examine", "rows"]
 
 Report = dict[str, Any]
 
-_TESTS_VARIABLES = {"KVRAW_REQUIRE_GPU"}  # no setting of the library
+_TESTS_VARIABLES = {"KVRAW_REQUIRE_GPU", "KVRAW_TEST_DEVICE"}  # no setting of the library
 
 
 def _version(package: str) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,18 +19,36 @@ __all__ = ["main"]
 Result = tuple[dict[str, Any], list[tuple[str, str]]]  # the JSON document with its "ok", and the rows of the text form
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, is {value}")
+_MOST_MIB = 1 << 20
+
+
+def _integer(text: str, least: int, most: float, bounds: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"must be {bounds}, is {text}")
     return value
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1, math.inf, "a positive integer")
 
 
 def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 0, is {value}")
-    return value
+    return _integer(text, 0, math.inf, "an integer >= 0")
+
+
+def _whole_mib(text: str) -> int:
+    return _integer(text, 1, _MOST_MIB, f"a positive integer, at most {_MOST_MIB}")
+
+
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _doctor(options: argparse.Namespace) -> Result:
@@ -59,9 +79,16 @@ def _calibrate(options: argparse.Namespace) -> Result:
 
 
 def _mib(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1 << 20:
-        raise argparse.ArgumentTypeError(f"must be above 0, is {value:g}")
+    value = _real(text)
+    if not 0 < value <= _MOST_MIB:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, at most {_MOST_MIB}, is {text}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = _real(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, is {text}")
     return value
 
 
@@ -76,7 +103,9 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--only", metavar="PART,...", help="only these parts of the measurement, see the JSON document")
     bench.add_argument("--device", type=_natural, help="the GPU (default: 0, where there is one)")
     bench.add_argument("--cpu", action="store_true", help="the CPU engine, even where there is a GPU")
-    bench.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help="call after call, each engine")
+    bench.add_argument(
+        "--sustained", type=_seconds, default=0.0, metavar="SECONDS", help="call after call, each engine"
+    )
     bench.add_argument("--matmul", action="store_true", help="with --sustained: what each engine costs a bf16 matmul")
     bench.add_argument("--quick", action="store_true", help="measure everything once: to try it out, not to quote")
     bench.add_argument("--plot", metavar="FILE", help="draw bandwidth over run size (needs matplotlib)")
@@ -93,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="store a model's KV-cache blocks, wipe them, load them, compare every byte")
     demo.add_argument("--model", choices=list(MODELS), default="llama-3.1-8b", help="default: %(default)s")
-    demo.add_argument("--mib", type=_positive, default=128, help="MiB to move each way (default: %(default)s)")
+    demo.add_argument("--mib", type=_whole_mib, default=128, help="MiB to move each way (default: %(default)s)")
     engines = list(config.ENGINES)
     demo.add_argument("--engine", choices=engines, help="default: KVRAW_ENGINE, else auto")
     demo.add_argument("--device", type=_natural, help="the GPU that holds the cache (default: 0, where there is one)")
@@ -147,10 +176,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"kvraw {options.command}: {error}", file=sys.stderr)
         return 1
-    if printed:
-        print(json.dumps(report, indent=1))
-    else:
-        _show(rows)
+    try:
+        if printed:
+            print(json.dumps(report, indent=1))
+        else:
+            _show(rows)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of the output would fail again at exit
+        if not isinstance(error, BrokenPipeError):
+            print(f"kvraw {options.command}: the output cannot be written: {error}", file=sys.stderr)
+        return 1
     return 0 if report["ok"] else 1
 
 

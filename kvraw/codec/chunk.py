@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvraw.arrays import tensor_view
 from kvraw.codec.arena import give_arena, offsets, take_arena
-from kvraw.codec.encoded import Encoded, seal, unseal
+from kvraw.codec.encoded import Encoded, require_sizes, seal, unseal
 from kvraw.codec.operands import common_device
 from kvraw.codec.quantize import DTYPES, Chunk, bins_per_layer, run
 from kvraw.codec.streams import (
@@ -98,6 +98,7 @@ class Compressed:
         if len(view) < _HEAD.size:
             raise LayoutError(f"data has {len(view)} bytes behind its header, must have at least {_HEAD.size}")
         dtype, axes, *sizes = _HEAD.unpack_from(view)
+        require_sizes(*sizes)
         layers, tokens = sizes[0] * sizes[1], sizes[2]
         at = _HEAD.size
         end = at + layers * (2 + 4 * tokens)

@@ -50,6 +50,12 @@ def unseal(magic: bytes, data: bytes | bytearray | memoryview) -> memoryview:
     return payload
 
 
+def require_sizes(*sizes: int) -> None:
+    """Raise `BoundsError` where a header has a size that no array has: beside one of 0, nothing else would tell."""
+    if max(sizes) >= 1 << 31:
+        raise BoundsError(f"data has sizes {sizes} in its header, each must be below {1 << 31}")
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Encoded:
     """Streams back to back, with what is needed to decode them.
@@ -128,6 +134,7 @@ class Encoded:
         if len(view) < _SHAPE.size:
             raise LayoutError(f"data has {len(view)} bytes behind its header, must have at least {_SHAPE.size}")
         layers, tokens, channels, alphabet, size = _SHAPE.unpack_from(view)
+        require_sizes(layers, tokens, channels, alphabet)
         streams = layers * channels
         want = _SHAPE.size + streams * (2 * (alphabet + 1) + 4) + size
         if len(view) != want:

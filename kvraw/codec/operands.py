@@ -150,6 +150,7 @@ class Job:
         layer, channel = divmod(stream, max(self.channels, 1))
         where = f"layer {layer}, channel {channel}"
         if fault == args.BAD_SYMBOL:
+            value -= 256 if self.flags & args.SIGNED and value > 127 else 0
             return BoundsError(f"symbols holds {value} in {where}, must be in [0, {self.alphabet})")
         if fault == args.TOO_SMALL:
             return BoundsError(f"out has {self.row} bytes per channel, {where} needs {value}")

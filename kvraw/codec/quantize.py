@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvraw.arrays import TensorView, element_type, host_bytes, require_writable, tensor_view
+from kvraw.checks import integer
 from kvraw.codec import args
 from kvraw.codec.operands import MOST_SYMBOLS, common_device, take
 from kvraw.engines.cpu import in_parts
@@ -73,10 +74,14 @@ def bins_per_layer(bins: Any, layers: int) -> npt.NDArray[np.uint16]:
 
     Raises
     ------
+    TypeError
+        They are neither an integer nor a sequence.
     BoundsError
         Not one for each layer, or outside [4, 256].
     """
-    found = np.full(layers, bins) if isinstance(bins, (int, np.integer)) else np.asarray(list(bins))
+    if not isinstance(bins, Iterable):
+        bins = [integer("bins", bins)] * layers
+    found = np.asarray(list(bins))
     if found.shape != (layers,):
         raise BoundsError(
             f"bins has {found.size} numbers, must have one, or one for each of {layers} planes and layers"

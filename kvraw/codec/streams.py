@@ -77,26 +77,27 @@ def encode(symbols: Any, alphabet: int | None = None, *, cdf: Any = None, stream
     if cdf is not None and take("cdf", cdf, 3, ("int16", "uint16"), 2).shape[2] != alphabet + 1:
         raise LayoutError(f"cdf must have {alphabet + 1} entries per channel for an alphabet of {alphabet}")
     device = common_device({"symbols": view})
+    flags = args.SIGNED if dtype_name(symbols) == "int8" else 0
     if device is None:
-        return _encode_on_host(view, alphabet, cdf)
+        return _encode_on_host(view, alphabet, cdf, flags)
     handle = stream_handle(stream, device)
     arena = take_arena(device)
     sizes = scratch_sizes(view.shape[0] * view.shape[2], alphabet + 1, slot_bytes(view.shape[1], alphabet, cdf is None))
     (scratch,) = arena.on_device(offsets(sizes)[-1])
-    encoded, _ = encode_from_arena(arena, view, alphabet, cdf, handle, scratch)
+    encoded, _ = encode_from_arena(arena, view, alphabet, cdf, handle, scratch, flags=flags)
     give_arena(arena)
     return encoded
 
 
-def _encode_on_host(symbols: TensorView, alphabet: int, cdf: Any) -> Encoded:
+def _encode_on_host(symbols: TensorView, alphabet: int, cdf: Any, flags: int) -> Encoded:
     layers, tokens, channels = symbols.shape
     own = cdf is None
     if own:
         cdf = np.empty((layers, channels, alphabet + 1), np.uint16)
-        cpu.run_job("cdf", Job.make(symbols, cdf))
+        cpu.run_job("cdf", Job.make(symbols, cdf, flags=flags))
     slots = np.empty((layers, channels, slot_bytes(tokens, alphabet, own)), np.uint8)
     lengths = np.empty((layers, channels), np.int32)
-    job = Job.make(symbols, cdf, slots, lengths, out="out")
+    job = Job.make(symbols, cdf, slots, lengths, out="out", flags=flags)
     cpu.run_job("encode", job)
     table = host_bytes(job.cdf).view(np.uint16).reshape(job.cdf.shape).copy()
     ends = np.cumsum(lengths.ravel(), dtype=np.int64)
@@ -122,10 +123,11 @@ def encode_from_arena(
     stream: int,
     scratch: int,
     extra: tuple[int, int] = (0, 0),
+    flags: int = 0,
 ) -> tuple[Encoded, npt.NDArray[np.uint8]]:
     """Code symbols on a GPU, with `scratch`, the address of as much memory as `scratch_sizes` says.
 
-    Brings `extra`, an address and a number of bytes, to the host as well.
+    `flags` may say that they are signed. Brings `extra`, an address and a number of bytes, to the host as well.
     """
     layers, tokens, channels = symbols.shape
     streams, width, device = layers * channels, alphabet + 1, arena.device
@@ -136,11 +138,12 @@ def encode_from_arena(
         )
         if cdf is None:
             table = dense(at_cdf, (layers, channels, width), 2, device, arena)
-            counted = gpu.run_job("cdf", Job(symbols, table, None, None, 0, device), stream)
+            counted = gpu.run_job("cdf", Job(symbols, table, None, None, flags, device), stream)
         else:
             table, counted = take("cdf", cdf, 3, ("int16", "uint16"), 2), Operation()
         out = dense(slots, (layers, channels, row), 1, device, arena)
-        job = Job.make(symbols, table, out, dense(at_lengths, (layers, channels), 4, device, arena), out="out")
+        into = dense(at_lengths, (layers, channels), 4, device, arena)
+        job = Job.make(symbols, table, out, into, out="out", flags=flags)
         coded = gpu.run_job("encode", job, stream)
         (lengths,) = arena.pinned(4 * streams)
         _copy(int(lengths.ctypes.data), at_lengths, lengths.nbytes, stream)

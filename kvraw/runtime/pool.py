@@ -230,6 +230,8 @@ class HostPool(HostBuffer):
             One of them is not a live chunk of this pool; those before it are given back.
         """
         self.require_open()
+        if isinstance(chunks, HostChunk):
+            raise TypeError("chunks is a HostChunk, must be a sequence of chunks (HostChunk.free gives back one)")
         with self._lock:
             self._settle()
             last = self._busy[-1][0] if self._busy else 0

@@ -133,6 +133,12 @@ def test_a_symbol_outside_the_alphabet_is_reported_or_clamped(dtype: type, place
     symbols = np.random.default_rng(0).integers(0, 16, (2, 30, 5)).astype(dtype)
     symbols[1, 7, 4] = 16
     put, out = place.put(symbols), place.put(np.zeros((2, 5, 17), np.int16))
+    if dtype is np.int8:
+        negative = symbols % 16
+        negative[0, 3, 2] = -3
+        below = place.put(negative)
+        with pytest.raises(kvraw.BoundsError, match=r"symbols holds -3 in layer 0, channel 2, must be in \[0, 16\)"):
+            codec.encode(below.tensor, 16, stream=place.stream)
     with pytest.raises(kvraw.BoundsError, match=r"symbols holds 16 in layer 1, channel 4, must be in \[0, 16\)"):
         codec.write_cdf(put.tensor, out.tensor, stream=place.stream).wait()
     table = place.put(oracle.cdf(np.zeros((2, 30, 5), np.uint8), 16))

@@ -22,6 +22,9 @@ def test_every_variable_is_listed_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(KVRAW_\w+)` \| (.*?) \|$", README, re.M))
     assert sorted(rows) == sorted(v.name for v in config.VARIABLES)
     assert f"default {config.MAX_BATCH.default}" in rows["KVRAW_MAX_BATCH"]
+    for engine in config.ENGINES:
+        assert f"`{engine}`" in rows["KVRAW_ENGINE"]
+        assert engine in config.ENGINE.help.split(": ")[1].split(", ")
 
 
 def test_the_test_command_is_what_ci_runs() -> None:

@@ -29,7 +29,7 @@ ALLOWED = {
     "kvraw.ptx": "errors ptx",
     "kvraw.runtime": "errors checks config runtime",
     "kvraw.engines": "errors config arrays plan layout runtime ptx engines",
-    "kvraw.codec": "errors config arrays runtime ptx engines codec",
+    "kvraw.codec": "errors checks config arrays runtime ptx engines codec",
     "kvraw.rope": "errors config arrays runtime ptx engines rope",
 }
 # Imported on first use of the CPU engine only.

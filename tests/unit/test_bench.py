@@ -170,6 +170,9 @@ def test_plot(place: str, request: pytest.FixtureRequest, tmp_path: Path, capsys
     ("argv", "says"),
     [
         (["--only", "speed"], "part 'speed' is unknown"),
+        (["--only", ""], "part '' is unknown"),
+        (["--cpu", "--mib", "0.0001", "--only", "runs"], "--mib is 0.0001, must be at least 0.0"),
+        (["--cpu", "--quick", "--mib", "0.0625", "--only", "driver"], "--only driver measures nothing here"),
         (["--runs", "100"], "run size 100 is unknown"),
         (["--plot", "a.png", "--only", "host"], "--plot draws the part runs"),
         (["--matmul"], "--matmul goes with --sustained"),
@@ -186,9 +189,38 @@ def test_what_does_not_fit(argv: list[str], says: str, capsys: pytest.CaptureFix
     assert len(out.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("argv", [["--mib", "0"], ["--model", "none"], ["--runs", "a"], ["--device", "x"]])
-def test_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--mib", "0"], "must be a number above 0, at most 1048576, is 0"),
+        (["--mib", "inf"], "must be a number above 0, at most 1048576, is inf"),
+        (["--mib", "nan"], "must be a number above 0, at most 1048576, is nan"),
+        (["--mib", "x"], "must be a number above 0, at most 1048576, is x"),
+        (["--model", "none"], "invalid choice: 'none'"),
+        (["--runs", "a"], "must be a positive integer, is a"),
+        (["--device", "x"], "must be an integer >= 0, is x"),
+        (["--sustained", "-1"], "must be a number >= 0, is -1"),
+        (["--sustained", "nan"], "must be a number >= 0, is nan"),
+    ],
+)
+def test_arguments(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvraw.cli.bench.measure", lambda *args: pytest.fail("it measures"))
+    kept = tmp_path / "kept.json"
+    kept.write_text("{}")
+    for option in ("--json", "--plot"):
+        assert main(["bench", "--cpu", option, str(tmp_path / "no" / "where")]) == 1
+        assert "No such file or directory" in capsys.readouterr().err
+    assert main(["bench", "--cpu", "--json", str(kept), "--plot", str(tmp_path)]) == 1
+    assert "Is a directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
+    assert kept.read_text() == "{}"
 
 
 def test_no_torch_and_no_matplotlib(

@@ -37,7 +37,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--help"], 0, "doctor"),
         ([], 2, "command"),
         (["demo", "--model", "gpt-1"], 2, "gpt-1"),
-        (["demo", "--mib", "0"], 2, "must be a positive integer"),
+        (["demo", "--mib", "0"], 2, "must be a positive integer, at most 1048576, is 0"),
+        (["demo", "--mib", "9" * 20], 2, f"must be a positive integer, at most 1048576, is {'9' * 20}"),
+        (["demo", "--mib", "x"], 2, "must be a positive integer, at most 1048576, is x"),
         (["demo", "--device", "-1"], 2, "must be an integer >= 0"),
     ],
 )
@@ -204,3 +206,16 @@ def test_demo_leaves_no_files_and_needs_little(tmp_path: Path) -> None:
     assert done.stderr == ""
     assert "cuda-python cannot be imported" in done.stdout
     assert list(here.iterdir()) == list(temporary.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("command", [["doctor"], ["doctor", "--json"]], ids=" ".join)
+def test_output_that_cannot_be_written(command: list[str]) -> None:
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    code = f"{full}; from kvraw.cli.main import main; raise SystemExit(main({command}))"
+    done = python("-c", code)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "kvraw doctor: the output cannot be written: [Errno 28] No space left on device"
+    )
+    assert "Traceback" not in done.stderr

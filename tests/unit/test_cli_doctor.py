@@ -84,6 +84,16 @@ def test_doctor_where_memory_is_refused(
         assert "host memory" in capsys.readouterr().out
 
 
+def test_the_variables_of_the_tests_are_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    for name in ("KVRAW_TEST_DEVICE", "KVRAW_REQUIRE_GPU", "KVRAW_ENGIN"):
+        monkeypatch.setenv(name, "1")
+    _, report = doctor_json(capsys)
+    unknown = [x["what"] for x in report["hints"] if "which kvraw does not know" in x["what"]]
+    assert unknown == ["KVRAW_ENGIN is set, which kvraw does not know"]
+
+
 def test_doctor_text(capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -78,7 +78,7 @@ def test_an_alphabet_that_is_not_given_is_found() -> None:
         np.testing.assert_array_equal(codec.decode(encoded), these)
     table = oracle.cdf(symbols, 20)
     assert codec.encode(symbols, cdf=table).to_bytes() == codec.encode(symbols, 20).to_bytes()
-    with pytest.raises(kvraw.BoundsError, match="symbols holds 253 in layer 0, channel 0"):
+    with pytest.raises(kvraw.BoundsError, match="symbols holds -3 in layer 0, channel 0"):
         codec.encode(np.array([[[-3]], [[5]]], np.int8))
 
 
@@ -199,3 +199,20 @@ def test_read_only_memory_is_not_written() -> None:
         with pytest.raises(kvraw.PlacementError, match=f"{name} is read-only memory"):
             call(out)
         np.testing.assert_array_equal(out, before)
+
+
+def test_what_is_wrong_is_told_as_it_was_given() -> None:
+    chunk = np.ones((2, 3, 4), np.float32)
+    compressed = codec.compress(chunk)
+    with pytest.raises(TypeError, match=r"bins is 32\.0, must be an integer"):
+        codec.compress(chunk, bins=32.0)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"dtype is <class 'numpy\.float16'>, must be one of float32, float16, bfloat16"
+    ):
+        codec.compress(chunk, dtype=np.float16)  # type: ignore[arg-type]
+    for out, error, said in (
+        (np.zeros((2, 3, 4)), TypeError, "out holds float64 of 8 bytes"),
+        (np.zeros((2, 12), np.float32), kvraw.LayoutError, "out has 2 axes"),
+    ):
+        with pytest.raises(error, match=said):
+            codec.decompress(compressed, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 
 import numpy as np
 import pytest
@@ -97,3 +98,15 @@ def test_parts_that_do_not_fit_together(parts: dict[str, object], said: str) -> 
 def test_chunk_parts_that_do_not_fit_together(parts: dict[str, object], said: str) -> None:
     with pytest.raises((kvraw.LayoutError, kvraw.BoundsError), match=said):
         dataclasses.replace(COMPRESSED, **parts)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 2**63, 1), (2**63, 5, 0, 4), (0, 0, 0, 2**63), (0, 2**63, 0, 4)])
+def test_sizes_that_no_array_has(sizes: tuple[int, ...]) -> None:
+    encoded = seal(b"KVRE", struct.pack("<QQQQQ", *sizes, 0))
+    with pytest.raises(kvraw.BoundsError, match=rf"{2**63}.* in its header, each must be below {2**31}"):
+        codec.Encoded.from_bytes(encoded)
+    payload = (
+        struct.pack("<10sB5xQQQQ", b"float16", 4, *sizes) + codec.encode(np.zeros((0, 0, 0), np.uint8), 4).to_bytes()
+    )
+    with pytest.raises(kvraw.BoundsError, match=rf"{2**63}.* in its header, each must be below {2**31}"):
+        codec.Compressed.from_bytes(seal(b"KVRC", payload))

@@ -135,6 +135,10 @@ def test_a_closed_pool(world: World) -> None:
         ([True], TypeError, "block_ids holds bool"),
         ([[0]], kvraw.BoundsError, "block_ids has 2 axes"),
         (np.array([2**63], np.uint64), kvraw.BoundsError, "block_ids holds 9223372036854775808"),
+        ([2**70], kvraw.BoundsError, rf"block_ids\[0\] is {2**70}, must be in \[-2\*\*63, 2\*\*63\)"),
+        ([1, 2**64], kvraw.BoundsError, rf"block_ids\[1\] is {2**64}, must be in"),
+        ([-(2**70)], kvraw.BoundsError, rf"block_ids\[0\] is -{2**70}, must be in"),
+        (np.array([1, None]), TypeError, "block_ids holds object"),
     ],
 )
 def test_what_is_no_index(world: World, ids: object, error: type[Exception], message: str) -> None:
@@ -246,45 +250,6 @@ def test_a_read_only_cache_is_a_source_only(world: World) -> None:
     np.testing.assert_array_equal(got, world.paged[:, :, 1].transpose(1, 0, 2, 3, 4))
 
 
-SIZES = {"layers": 2, "blocks": 6, "block_size": 4, "heads": 2, "head_size": 8, "element_size": 2}
-
-
-@pytest.mark.parametrize("name", [*SIZES, "planes", "block_stride"])
-def test_sizes_of_a_geometry_are_plain_integers(name: str) -> None:
-    for value in (2.0, "2", None, True, np.float64(2), np.bool_(True)):
-        with pytest.raises(TypeError, match=f"geometry: {name} is .*, must be an integer"):
-            Geometry(**{**SIZES, name: value})
-    given = Geometry(**{**SIZES, name: np.int8(2)})
-    assert given == Geometry(**{**SIZES, name: 2})
-    assert type(getattr(given, name)) is int
-
-
-@pytest.mark.parametrize("name", [*SIZES, "block_stride"])
-def test_a_geometry_beyond_any_memory(name: str) -> None:
-    with pytest.raises(kvraw.LayoutError, match=rf"{name}={2**62}.* takes \d+ bytes, must be fewer than {2**63}"):
-        Geometry(**{**SIZES, name: 2**62})
-
-
-def test_narrow_integers_do_not_overflow() -> None:
-    """Byte strides beyond 2**31, of counts that numpy holds in 32 bits."""
-    blocks = 65537
-    tensor = np.zeros((2, blocks, 16, 8, 128), np.int16)  # pages that nobody touches are not backed
-    tensor[1, 3] = np.arange(16 * 8 * 128).reshape(16, 8, 128)
-    sizes = (np.int32(n) for n in (1, blocks, 16, 8, 128, 2))
-    cache = kvraw.PagedCache.from_pointers([tensor.ctypes.data], 1, Geometry(*sizes))
-    chunk = np.zeros((2, 1, 16, 1024), np.int16)
-    tokens = np.int32(16)
-    assert type(cache.chunk_bytes(tokens)) is int
-    kvraw.store(cache, [chunk], [3], chunk_tokens=tokens)  # type: ignore[arg-type]
-    np.testing.assert_array_equal(chunk[1, 0], tensor[1, 3].reshape(16, 1024))
-    assert not chunk[0].any()
-    for bad in (0, 2**60):
-        with pytest.raises(kvraw.BoundsError, match=rf"tokens is {bad}, must be in \[1, "):
-            cache.chunk_bytes(bad)
-    with pytest.raises(TypeError, match=r"chunk_tokens is 16\.0, must be an integer"):
-        kvraw.TransferPlan(cache, "store", chunk_tokens=16.0)  # type: ignore[arg-type]
-
-
 def test_what_stands_for_memory_is_neither_copied_nor_pickled(world: World) -> None:
     with kvraw.HostPool(1 << 16) as pool, kvraw.HostBuffer(4096) as buffer:
         (chunk,) = pool.chunks(1, world.cache.chunk_bytes(8))
@@ -379,3 +344,24 @@ def test_errors_come_back_from_another_process(error: Exception) -> None:
         if isinstance(error, kvraw.DriverError):
             told = (error.name, error.code, error.call, error.index)
             assert (other.name, other.code, other.call, other.index) == told
+
+
+def test_one_chunk_is_no_row(world: World) -> None:
+    with kvraw.HostPool(1 << 16) as pool:
+        (chunk,) = pool.chunks(1, world.cache.chunk_bytes(8))
+        for tokens in (None, 8):
+            with pytest.raises(TypeError, match="chunks is a HostChunk, must be a sequence of chunks"):
+                kvraw.store(world.cache, chunk, [0], chunk_tokens=tokens)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="chunks is a NoneType, must be a sequence of chunks"):
+                kvraw.load(world.cache, None, [0], chunk_tokens=tokens)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="chunks is a HostChunk, must be a sequence of chunks"):
+            pool.free(chunk)  # type: ignore[arg-type]
+        assert pool.info()["chunks"] == 1
+
+
+def test_the_engine_is_that_of_the_time_when_a_plan_is_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kvraw.store(world.cache, world.chunks, [0]).engine == "cpu"
+    monkeypatch.setenv("KVRAW_ENGINE", "reference")
+    assert kvraw.store(world.cache, world.chunks, [0]).engine == "cpu"
+    assert kvraw.load(world.cache, world.chunks, [0]).engine == "reference"
+    assert kvraw.TransferPlan(world.cache, "store", chunk_tokens=8)(world.chunks, [0]).engine == "reference"

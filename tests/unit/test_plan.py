@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvraw
 from kvraw.engines.kernel import _arrangement, launch_shape
 from kvraw.engines.kernel_args import WORDS, divider
 from kvraw.errors import LayoutError
+from kvraw.layout import Geometry
 from kvraw.plan import CopyPlan, Side
 
 strides = st.integers(0, 6).map(lambda k: k * 8) | st.integers(0, 400)
@@ -142,3 +145,42 @@ def test_arrangement_never_overlaps_and_fits(lengths: list[int]) -> None:
         else:
             assert all(end <= upload_words for _, end in taken)
     assert len(pieces) == sum(n >= 0 for n in lengths)
+
+
+SIZES = {"layers": 2, "blocks": 6, "block_size": 4, "heads": 2, "head_size": 8, "element_size": 2}
+
+
+@pytest.mark.parametrize("name", [*SIZES, "planes", "block_stride"])
+def test_sizes_of_a_geometry_are_plain_integers(name: str) -> None:
+    for value in (2.0, "2", None, True, np.float64(2), np.bool_(True)):
+        with pytest.raises(TypeError, match=f"geometry: {name} is .*, must be an integer"):
+            Geometry(**{**SIZES, name: value})
+    given = Geometry(**{**SIZES, name: np.int8(2)})
+    assert given == Geometry(**{**SIZES, name: 2})
+    assert type(getattr(given, name)) is int
+
+
+@pytest.mark.parametrize("name", [*SIZES, "block_stride"])
+def test_a_geometry_beyond_any_memory(name: str) -> None:
+    with pytest.raises(kvraw.LayoutError, match=rf"{name}={2**62}.* takes \d+ bytes, must be fewer than {2**63}"):
+        Geometry(**{**SIZES, name: 2**62})
+
+
+def test_narrow_integers_do_not_overflow() -> None:
+    """Byte strides beyond 2**31, of counts that numpy holds in 32 bits."""
+    blocks = 65537
+    tensor = np.zeros((2, blocks, 16, 8, 128), np.int16)  # pages that nobody touches are not backed
+    tensor[1, 3] = np.arange(16 * 8 * 128).reshape(16, 8, 128)
+    sizes = (np.int32(n) for n in (1, blocks, 16, 8, 128, 2))
+    cache = kvraw.PagedCache.from_pointers([tensor.ctypes.data], 1, Geometry(*sizes))
+    chunk = np.zeros((2, 1, 16, 1024), np.int16)
+    tokens = np.int32(16)
+    assert type(cache.chunk_bytes(tokens)) is int
+    kvraw.store(cache, [chunk], [3], chunk_tokens=tokens)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(chunk[1, 0], tensor[1, 3].reshape(16, 1024))
+    assert not chunk[0].any()
+    for bad in (0, 2**60):
+        with pytest.raises(kvraw.BoundsError, match=rf"tokens is {bad}, must be in \[1, "):
+            cache.chunk_bytes(bad)
+    with pytest.raises(TypeError, match=r"chunk_tokens is 16\.0, must be an integer"):
+        kvraw.TransferPlan(cache, "store", chunk_tokens=16.0)  # type: ignore[arg-type]

@@ -145,3 +145,9 @@ def test_read_only_keys_are_refused() -> None:
         rerotate_keys(key, np.arange(3), np.arange(3) + 1, table)
     assert (key == 1).all()
     rerotate_keys(key.copy(), np.arange(3), np.arange(3) + 1, table)
+
+
+def test_a_dtype_is_told_by_name() -> None:
+    key, table = np.ones((3, 2, 4), np.float16), np.ones((9, 4), np.float16)
+    with pytest.raises(TypeError, match=r"dtype is <class 'numpy\.float16'>, must be one of"):
+        rerotate_keys(key, np.arange(3), np.arange(3), table, dtype=np.float16)  # type: ignore[arg-type]
