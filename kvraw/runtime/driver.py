@@ -206,7 +206,7 @@ class CudaDriver:
 
     def stream_destroy(self, stream: int) -> None:
         """Destroy a stream once its work is done."""
-        self._do("cuStreamDestroy", stream)
+        self._undisturbed("cuStreamDestroy", stream)
 
     def stream_synchronize(self, stream: int) -> None:
         """Wait on the host for all that a stream was given."""
@@ -242,7 +242,7 @@ class CudaDriver:
 
     def event_destroy(self, event: int) -> None:
         """Destroy an event."""
-        self._do("cuEventDestroy", event)
+        self._undisturbed("cuEventDestroy", event)
 
     def event_record(self, event: int, stream: int) -> None:
         """Record an event on a stream."""

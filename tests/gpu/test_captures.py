@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 
@@ -68,6 +69,19 @@ def test_transfers_beside_a_capture(gpu: int, another_thread: bool) -> None:
     w.close()
 
 
+def test_what_is_let_go_of_in_a_capture(gpu: int) -> None:
+    w = World(gpu)
+    kvraw.store(w.cache, w.chunks, device_ids((1, 2), gpu, w.stream), stream=w.stream).wait()
+    worlds = [w]
+    del w
+
+    def beside() -> None:
+        worlds.clear()
+        gc.collect()
+
+    captured(gpu, beside)
+
+
 def test_what_a_captured_transfer_needs_is_made_in_the_capture(gpu: int) -> None:
     w = World(gpu, MANY, chunks=80)
     stream = torch.cuda.Stream(gpu)
@@ -77,8 +91,8 @@ def test_what_a_captured_transfer_needs_is_made_in_the_capture(gpu: int) -> None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             kvraw.load(w.cache, w.chunks, ids, stream=stream)  # an upload of a size that was not there
-        graph.replay()
-        stream.synchronize()
+        graph.replay()  # on the current stream
+        torch.cuda.synchronize()
     after = w.now()
     rows = np.concatenate([w.chunk(k)[:, :, :] for k in range(80)], axis=2)
     np.testing.assert_array_equal(after[:, :, ids], rows.swapaxes(0, 1))
@@ -96,8 +110,8 @@ def test_more_launches_than_status_words_at_hand(gpu: int) -> None:
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(1100):
                 done = kvraw.store(w.cache, w.chunks, ids, stream=stream)
-        graph.replay()
-        stream.synchronize()
+        graph.replay()  # on the current stream
+        torch.cuda.synchronize()
     done.wait()
     np.testing.assert_array_equal(w.chunk(0)[0, 2, 1], w.paged[2, 0, 9])
     w.close()
