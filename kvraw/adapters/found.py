@@ -29,7 +29,7 @@ def nobody(error: Exception) -> None:
 def raise_found(device: int, stream: int) -> bool:
     """Raise the oldest, and log it, as the driver does with its own asynchronous errors.
 
-    Returns whether a capture is in progress on the stream, which forbids asking about events: then nothing is raised.
+    Returns whether a capture is in progress on the stream: then nothing is raised.
     """
     if capturing(stream, device):
         return True

@@ -71,7 +71,7 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
             f"must be positive, and [n, 2]"
         )
     mapping = np.asarray(block_mapping)
-    if mapping.dtype.kind not in "iu":
+    if mapping.size and mapping.dtype.kind not in "iu":
         raise TypeError(f"block_mapping holds {mapping.dtype}, must hold integers")
     mapping = mapping.astype(np.int64, copy=False)
     device, spans = device_of((src, dst)), (tensors.reach(src), tensors.reach(dst))

@@ -19,7 +19,7 @@ from kvraw.engines.operands import Operands
 from kvraw.plan import CopyPlan, Side
 
 if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 __all__ = ["CpuPlan", "copy_batch", "in_parts", "threads", "warm_up"]
 
@@ -60,23 +60,31 @@ class _Crew:
     """Stretches of work that the calling thread and those of the pool take, one after the other."""
 
     def __init__(self, work: Callable[[int, int], None], stretches: list[tuple[int, int]]) -> None:
-        self._work, self._left = work, deque(stretches)
+        self._work: Callable[[int, int], None] | None = work
+        self._left = deque(stretches)
         self._changed = threading.Condition()
         self._busy = 0
         self.errors: list[BaseException] = []
+
+    def _next(self) -> tuple[int, int] | None:
+        try:
+            return self._left.popleft()
+        except IndexError:
+            return None
 
     def help_out(self) -> None:
         """Do what is left; on a thread of the pool, however late it gets to it."""
         while True:
             with self._changed:
-                if not self._left:
+                stretch, work = self._next(), self._work
+                if stretch is None or work is None:
                     return
-                stretch = self._left.popleft()
                 self._busy += 1
             try:
-                self._work(*stretch)
+                work(*stretch)
             except BaseException as error:
                 self.errors.append(error)
+            del work  # what it holds is the caller's alone once this thread is no longer busy
             with self._changed:
                 self._busy -= 1
                 if not self._busy:
@@ -84,9 +92,10 @@ class _Crew:
 
     def lead(self) -> None:
         """Do what is left; on the calling thread."""
-        while self._left:
-            with contextlib.suppress(IndexError):  # another thread took it
-                self._work(*self._left.popleft())
+        work = self._work
+        assert work is not None
+        while (stretch := self._next()) is not None:
+            work(*stretch)
 
     def dismiss(self) -> None:
         """Begin nothing more, and wait for what is under way: also where a signal raises meanwhile, and then raise."""
@@ -97,6 +106,7 @@ class _Crew:
                     self._left.clear()
                     while self._busy:
                         self._changed.wait()
+                    self._work = None  # a thread may still have this crew in its queue
                 break
             except BaseException as error:
                 raised = error
@@ -111,14 +121,17 @@ def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
         work(*stretches[0])
         return
     crew = _Crew(work, stretches)
+    helpers: list[Future[None]] = []
     try:
         # At the exit of the process, and where no thread can be had, this thread does what the others would.
         with contextlib.suppress(RuntimeError):
             pool = _executor(threads() - 1)
             for _ in stretches[1:]:
-                pool.submit(crew.help_out)
+                helpers.append(pool.submit(crew.help_out))
         crew.lead()
     finally:
+        for helper in helpers:
+            helper.cancel()
         crew.dismiss()
     if crew.errors:
         raise crew.errors[0]

@@ -55,9 +55,17 @@ class DeviceState:
         self.board = Board(device)
         self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")
         self.arena = StagingArena(device)
+        self.noted: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
         self._lock = threading.RLock()
         self._side: dict[str, Stream] = {}
         self._uploads: dict[int, list[Upload]] = defaultdict(list)
+
+    def note(self, stream: int) -> None:
+        """Have `drain` wait for what a stream was given so far, which is on nobody's books."""
+        event = self.noted.get(stream)
+        if event is None:
+            event = self.noted[stream] = self.books.take_event()
+        self.owner.event_record(event, stream)
 
     def side_stream(self, direction: str) -> Stream:
         """The stream of our own for transfers of a direction that are not to run on the caller's."""
@@ -91,7 +99,8 @@ def drain() -> None:
     for state in list(_states.get(driver(), _NONE).values()):
         state.books.drain()
         with DeviceScope(state.device):
-            state.owner.context_synchronize()  # copies by address alone are on nobody's books
+            for event in list(state.noted.values()):
+                state.owner.event_synchronize(event)
 
 
 def device_state(device: int) -> DeviceState:

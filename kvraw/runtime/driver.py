@@ -230,10 +230,6 @@ class CudaDriver:
             self._fail("cuStreamIsCapturing", code)
         return int(status) != _CAPTURE_NONE
 
-    def context_synchronize(self) -> None:
-        """Wait on the host for all that the current context was given."""
-        self._undisturbed("cuCtxSynchronize")
-
     def event_create(self, timing: bool = False) -> int:
         """An event, without timing unless asked."""
         flags = self._cu.CUevent_flags

@@ -71,6 +71,10 @@ class Retrieval:
         self.held = numbers(mapping, device, place)
         self.pointers = numbers(self.cache.addresses, device, place)
 
+    def slot_of(self, chunk: int) -> int:
+        step, k = divmod(chunk, self.per_step)
+        return step % self.halves * self.per_step + k
+
     def group(self, **change: Any) -> ops.CBGroupSpec:
         s, half = self.s, 2 if self.number in (10, 12) else 1
         spec = ops.CBGroupSpec(
@@ -99,15 +103,20 @@ class Retrieval:
         ops.execute_cb_retrieve_plan_flat(where, alignment, groups, **{**self.tables(), **change})
 
     def expect(self, turned: bool = True) -> None:
-        """Change the arrays as a run must change the memory."""
+        """Change the arrays as a run must change the memory.
+
+        On a device what any step takes out of a slot turns, in host memory what this one does.
+        """
         for chunk, source in enumerate(self.host.arrays):
-            step, k = divmod(chunk, self.per_step)
-            slot, count = self.slots.arrays[step % self.halves * self.per_step + k], self.counts[chunk]
+            at_slot = self.slot_of(chunk)
+            slot, count = self.slots.arrays[at_slot], self.counts[chunk]
             slot[:] = source
+            uses = [n for c, n in enumerate(self.counts) if self.slot_of(c) == at_slot]
+            turning = count if self.place is None else max(uses)
             keys = slot[0].view(np.uint32 if self.size == 4 else np.uint16)
-            keys = keys.reshape(self.s.nl, TOKENS, self.heads, -1)[:, :count, :, self.offset // self.size :]
+            keys = keys.reshape(self.s.nl, TOKENS, self.heads, -1)[:, :turning, :, self.offset // self.size :]
             if turned and self.old[chunk] != self.new[chunk]:
-                at = np.arange(count)
+                at = np.arange(turning)
                 for layer in keys:
                     given = layer.view(np.float32) if self.dtype == "float32" else layer
                     angles = self.angles.view(np.float32) if self.dtype == "float32" else self.angles
@@ -181,6 +190,34 @@ def test_slots_apart_in_the_mapping_and_cut_short_in_a_step(place: int | None) -
     r.close()
 
 
+def test_a_slot_that_is_scattered_again_in_a_later_step(device: int) -> None:
+    """The second step takes more tokens of a slot than the first did: all of them have turned."""
+    r = Retrieval(device, chunks=1, per_step=1, halves=1)
+    r.counts = [2]
+    tables = r.tables()
+    tables["scatters"] = np.array([(0, 0, 0, 2), (0, 0, 0, 4)])
+    tables["step_offsets"] = np.array([(1, 1, 1), (1, 1, 2)])
+    r.counts = [4]
+    r.expect()
+    r.run(**tables)
+    r.check()
+    r.close()
+
+
+def test_what_turns_ends_with_the_cosines(device: int) -> None:
+    """A slot that is cut short, at the last positions: what the allocation does not hold is not read."""
+    r = Retrieval(device, chunks=2, per_step=1, halves=1)
+    info = driver_module.driver().pointer_info(r.table.addresses[0])
+    assert info is not None
+    limit = (info.base + info.size - r.table.addresses[0]) // (r.rotary * r.size)
+    r.counts, r.new = [4, 2], [0, limit - 1]
+    with pytest.raises(ValueError, match=rf"ropes\[1\]: cur_st is {limit - 1} for 2 tokens"):
+        r.run()
+    r.counts[1] = 1
+    r.run()
+    r.close()
+
+
 def test_two_groups_whose_rows_are_mixed(place: int | None) -> None:
     a, b = Retrieval(place, 1), Retrieval(place, 6)
     a.expect()
@@ -200,6 +237,36 @@ def test_two_groups_whose_rows_are_mixed(place: int | None) -> None:
         both[name] = np.concatenate(rows)
     a.run([a.group(), b.group()], **both, step_offsets=2 * ours["step_offsets"])
     for one in (a, b):
+        one.check()
+        one.close()
+
+
+def test_pages_of_values_and_scales(place: int | None) -> None:
+    """Format 14, of which a plan holds a group that does not turn: two layouts over one table."""
+    layers, blocks, bs, values, scales = 3, 9, 4, 128, 4
+    row = values + scales
+    device, host = ("host", "host") if place is None else ("device", "pinned")
+    cache = Laid(device, [(blocks, bs * row)] * layers, place, 1)
+    chunks, slots = (Laid(k, [(layers, TOKENS, row)] * 2, place, seed) for k, seed in ((host, 2), (device, 3)))
+    mapping = [30, 3, -1, 17, 0, 35, 8, 21]
+    table, held = numbers(cache.addresses, device, place), numbers(mapping, device, place)
+    spec = ops.CBGroupSpec(
+        table, slots.addresses, layers, TOKENS, row, 1, 14, blocks * bs, bs, row, held, len(mapping), 0, 0, 1, row, 0,
+        True,
+    )  # fmt: skip
+    for k, chunk in enumerate(chunks.arrays):
+        slots.arrays[k][:] = chunk
+        for token, slot in enumerate(mapping[TOKENS * k :][:TOKENS]):
+            block, at = divmod(slot, bs)
+            for layer in range(layers if slot >= 0 else 0):
+                page = cache.arrays[layer][block]
+                page[values * at : values * (at + 1)] = chunk[layer, token, :values]
+                page[bs * values + scales * at :][:scales] = chunk[layer, token, values:]
+    staging = [(s, c, layers * TOKENS * row, 0) for s, c in zip(slots.addresses, chunks.addresses, strict=True)]
+    where = "cpu" if place is None else place
+    moves = [(0, k, TOKENS * k, TOKENS) for k in range(2)]
+    ops.execute_cb_retrieve_plan_flat(where, 4096, [spec], staging, [], moves, [(1, 0, 1), (2, 0, 2)])
+    for one in (cache, chunks, slots):
         one.check()
         one.close()
 
@@ -283,7 +350,11 @@ def change_row(name: str, row: int, column: int, value: int) -> Callable[[Retrie
         (lambda r: {"scatters": np.zeros((2, 4))}, "scatters has shape .2, 4. of float64"),
         (lambda r: {"alignment": 3}, "must be power of two"),
         (lambda r: {"group": [r.group(engine_kv_format=99)]}, "Unsupported EngineKVFormat"),
-        (lambda r: {"group": [r.group(engine_kv_format=14)]}, "takes several layouts"),
+        (change_row("step_offsets", 2, 1, 4), r"step_offsets ends at \[5, 4, 5\], must end at \[5, 5, 5\]"),
+        (
+            lambda r: {**change_row("ropes", 1, 1, 9)(r), "group": [r.group(cos_sin_cache=0)]},
+            r"ropes\[1\]: slot_idx is 9",
+        ),
         (lambda r: {"group": [r.group(temp_buffer_ptrs=[])]}, "there is no slot"),
         (lambda r: {"group": [r.group(paged_kv_ptrs=0)]}, "paged_kv_ptrs or one of temp_buffer_ptrs is null"),
         (lambda r: {"group": [r.group(slot_mapping_base=0)]}, "slot_mapping_base is null"),

@@ -150,6 +150,38 @@ def test_bad_ids_on_the_host_are_found_before_anything_moves(to_host: bool) -> N
     p.run(steps=p.steps(skips=(0, 1)))  # what is left out may be anything
 
 
+@pytest.mark.parametrize("to_host", [True, False])
+def test_pages_of_values_and_scales(place: int | None, to_host: bool) -> None:
+    """Format 14: two layouts over one table of addresses."""
+    layers, blocks, bs, values, scales = 2, 9, 2, 128, 4
+    row = values + scales
+    device = "host" if place is None else "device"
+    cache = Laid(device, [(blocks, bs * row)] * layers, place, 1)
+    objects = Laid(device, [(layers, TOKENS, row)] * 2, place, 2)
+    table, ids = numbers(cache.addresses, device, place), [8, 0, 3, 5]
+    there = numbers(ids, device, place)
+    d = ops.PageBufferShapeDesc()
+    d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size = 1, layers, blocks, bs, 1, row, 1
+    for k, block in enumerate(ids):
+        for layer, t in itertools.product(range(layers), range(bs)):
+            page, token = cache.arrays[layer][block], objects.arrays[k // PER][layer, bs * (k % PER) + t]
+            for a, b in (
+                (page[values * t : values * (t + 1)], token[:values]),
+                (page[bs * values + scales * t :][:scales], token[values:]),
+            ):
+                if to_host:
+                    b[:] = a
+                else:
+                    a[:] = b
+    group = ops.KernelGroupSpec(table.data_ptr(), objects.addresses, d, TOKENS, 14, there.data_ptr(), len(ids))
+    step = ops.BatchStep([], [ops.LaunchVar(0, 0, 4, 2, 0)])
+    where = "cpu" if place is None else place
+    ops.execute_object_group_transfer(int(to_host), where, 64, [group], [step])
+    for one in (cache, objects):
+        one.check()
+        one.close()
+
+
 def test_bad_ids_are_reported(device: int) -> None:
     p = Plan(device, True)
     p.device_ids = numbers([8, 0, 9, 1, 5, 2, 7, 4], "device", device)

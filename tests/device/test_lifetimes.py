@@ -179,8 +179,8 @@ def test_pinned_memory_is_given_back_behind_copies_by_address(
         assert not fake.live()["pending"]
         address = ops.alloc_pinned_ptr(1 << 16)
         ops.lmcache_memcpy_async(address, w.memory.address, 4096, ops.D2H, 0, 4096)
-        fake.fail("context_synchronize", 1, UNSUPPORTED)
-        with pytest.raises(DriverError, match="context_synchronize failed"):
+        fake.fail("event_synchronize", 1, UNSUPPORTED)
+        with pytest.raises(DriverError, match="event_synchronize failed"):
             ops.free_pinned_ptr(address)
         gc.collect()
         assert address in _memory._live

@@ -108,10 +108,6 @@ class FakeStreams:
         found: _Stream = self._need(self._streams, stream, "stream_synchronize")
         self._until(lambda: not found.ops, "stream_synchronize")
 
-    def context_synchronize(self) -> None:
-        device = self._here("context_synchronize")
-        self._until(lambda: not any(s.ops for s in self._all() if s.device == device), "context_synchronize")
-
     def stream_wait_event(self, stream: int, event: int) -> None:
         ticket = self._need(self._events, event, "stream_wait_event")
         if ticket is not None:

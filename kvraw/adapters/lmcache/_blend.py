@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from kvraw.adapters.lmcache._planned import Stage, enqueue_stage, pieces, stages
 from kvraw.adapters.lmcache._types import ArgumentError, CBGroupSpec, StagingCopy
 from kvraw.arrays import I64, U64
 from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.prepared import Copy, Reached
+from kvraw.prepared import Copy
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Operation
 
@@ -55,9 +55,11 @@ def _parts(ends: I64, lengths: tuple[int, int, int]) -> Iterator[tuple[slice, ..
             )
         yield tuple(slice(a, b) for a, b in zip(before, row, strict=True))
         before = row
+    if before != list(lengths):
+        raise ArgumentError(f"step_offsets ends at {before}, must end at {list(lengths)}, the rows of the tables")
 
 
-def _runs(rows: list[tuple[int, ...]], tokens: int) -> Iterator[tuple[list[int], int, int]]:
+def _runs(rows: list[list[int]], tokens: int) -> Iterator[tuple[list[int], int, int]]:
     """Slots whose tokens follow each other in the mapping, as one: the slots, where it begins, and its tokens."""
     slots: list[int] = []
     begin = end = 0
@@ -73,57 +75,84 @@ def _runs(rows: list[tuple[int, ...]], tokens: int) -> Iterator[tuple[list[int],
         yield slots, begin, end - begin
 
 
-def _work(
-    groups: list[Group],
-    specs: Sequence[CBGroupSpec],
-    stream: int | None,
-    ropes: I64,
-    scatters: I64,
-    at: tuple[int, int],
-) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Rotations and scatters of a step, ready, and the (group, slot) that they use; `at` is where its rows begin."""
-    for name, rows, first in (("ropes", ropes, at[0]), ("scatters", scatters, at[1])):
-        bad = (rows[:, 0] < 0) | (rows[:, 0] >= len(groups))
-        if bad.any():
-            k = int(np.argmax(bad))
-            raise ArgumentError(f"{name}[{first + k}]: group_idx is {rows[k, 0]}, must be in [0, {len(groups)})")
-    work: list[Any] = []
-    used = []
-    for number, (group, spec) in enumerate(zip(groups, specs, strict=True)):
-        mine = [(k, *row[1:]) for k, row in enumerate(scatters.tolist()) if row[0] == number]
-        filled: dict[int, int] = {}
-        for k, slot, offset, count in mine:
-            what = f"scatters[{at[1] + k}]"
-            group.slot(what, slot)
-            if not 0 <= count <= group.tokens:
-                raise ArgumentError(f"{what}: n_tok is {count}, must be in [0, {group.tokens}], the tokens of a slot")
-            if offset < 0 or offset + count > spec.slot_mapping_capacity:
-                raise ArgumentError(
-                    f"{what}: slot_mapping_offset is {offset}, n_tok {count}: must lie within the "
-                    f"{spec.slot_mapping_capacity} slots of group {number}"
-                )
+def _require(name: str, rows: I64, bad: Any, text: Callable[..., str]) -> None:
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise ArgumentError(f"{name}[{at}]: {text(*rows[at].tolist())}")
+
+
+def _check(groups: list[Group], specs: Sequence[CBGroupSpec], ropes: I64, scatters: I64) -> None:
+    """Check the rows of a plan against its groups."""
+    slots, tokens = (np.array([n(g) for g in groups], np.int64) for n in (lambda g: len(g.slots), lambda g: g.tokens))
+    capacity = np.array([s.slot_mapping_capacity for s in specs], np.int64)
+    for name, rows in (("ropes", ropes), ("scatters", scatters)):
+        group, slot = rows[:, 0], rows[:, 1]
+        bad = (group < 0) | (group >= len(groups))
+        _require(name, rows, bad, lambda g, *_: f"group_idx is {g}, must be in [0, {len(groups)})")
+        bad = (slot < 0) | (slot >= slots[group])
+        _require(name, rows, bad, lambda g, s, *_: f"slot_idx is {s}, must be in [0, {slots[g]})")
+    group, offset, count = scatters[:, 0], scatters[:, 2], scatters[:, 3]
+
+    def too_many(g: int, _: int, __: int, n: int) -> str:
+        return f"n_tok is {n}, must be in [0, {tokens[g]}], the tokens of a slot"
+
+    def outside(g: int, _: int, at: int, n: int) -> str:
+        return f"slot_mapping_offset is {at}, n_tok {n}: must lie within the {capacity[g]} slots of group {g}"
+
+    _require("scatters", scatters, (count < 0) | (count > tokens[group]), too_many)
+    _require("scatters", scatters, (offset < 0) | (offset > capacity[group] - count), outside)
+
+
+class _Taken:
+    """A group as a plan uses it: what is looked up once for all steps.
+
+    Attributes
+    ----------
+    limit : int
+        Positions that its keys may take.
+    most : dict
+        The most tokens that any step scatters of a slot.
+    """
+
+    def __init__(
+        self, number: int, group: Group, spec: CBGroupSpec, stream: int | None, ropes: I64, scatters: I64
+    ) -> None:
+        self.number, self.group, self.mapping = number, group, address_of(spec.slot_mapping_base)
+        turns, mine = ropes[ropes[:, 0] == number], scatters[scatters[:, 0] == number]
+        self.ends = group.ends(stream) if len(mine) else None
+        self.limit = 0
+        if group.keys is not None and len(turns):
+            self.limit = group.keys.limit(group.device, int(turns[:, 2:].max()) + group.tokens)
+        self.most: dict[int, int] = {}
+        for _, slot, _, count in mine.tolist():
+            self.most[slot] = max(self.most.get(slot, 0), count)
+
+    def work(self, ropes: list[list[int]], scatters: list[list[int]], at: int) -> tuple[list[Any], set[int]]:
+        """Rotations and scatters of a step, ready, and the slots that they use; `at` is where its ropes begin."""
+        group, number = self.group, self.number
+        mine = [row for row in scatters if row[0] == number]
+        used, filled = {row[1] for row in mine}, dict[int, int]()
+        for _, slot, _, count in mine:
             filled[slot] = max(filled.get(slot, 0), count)
-        turns = [(k, *row[1:]) for k, row in enumerate(ropes.tolist()) if row[0] == number]
-        used += [(number, slot) for slot in {row[1] for row in (*turns, *mine)}]
-        if group.keys is not None and turns:
-            need = max(max(old, new) for _, _, old, new in turns) + group.tokens
-            limit = group.keys.limit(group.device, need)
-            for k, slot, old, new in turns:
-                tokens = filled.get(slot, group.tokens)  # what no scatter reads need not turn
-                if old != new and tokens:
-                    work.append(group.turn(f"ropes[{at[0] + k}]", slot, old, new, tokens, limit))
-                else:
-                    group.slot(f"ropes[{at[0] + k}]", slot)
-        table, slots = group.ends(stream) if mine else (None, None)
+        work: list[Any] = []
+        for k, (of, slot, old, new) in enumerate(ropes, at):
+            if of != number or group.keys is None:
+                continue
+            used.add(slot)
+            # What no scatter reads need not turn; and may not, where it would take a position that there is not.
+            tokens = self.most.get(slot, group.tokens)
+            if group.device is None or max(old, new) + tokens > self.limit:
+                tokens = filled.get(slot, tokens)
+            if old != new and tokens:
+                work.append(group.turn(f"ropes[{k}]", slot, old, new, tokens, self.limit))
         for chosen, offset, count in _runs([row for row in mine if row[3]], group.tokens):
-            assert slots is not None
-            ids = address_of(spec.slot_mapping_base), offset
-            row = Reached(slots.host[chosen], slots.seen[chosen], slots.link, slots.edges)
-            work += pieces(group.copies, group.device, ([table], [row]), ids, 0, count)
-    return work, used
+            assert self.ends is not None
+            ends = self.ends.tables, self.ends.rows(chosen)
+            work += pieces(group.copies, group.device, ends, (self.mapping, offset), 0, count)
+        return work, used
 
 
-def _behind(groups: list[Group], staged: list[list[Stage]], used: list[list[tuple[int, int]]]) -> list[int]:
+def _behind(groups: list[Group], staged: list[list[Stage]], used: list[set[tuple[int, int]]]) -> list[int]:
     """For each step, the latest step before it that uses a slot which it stages anew; -1 where there is none."""
     places = [(number, slot) for number, group in enumerate(groups) for slot in range(len(group.slots))]
     start = np.array([groups[g].slots[slot] for g, slot in places], np.uint64)
@@ -152,12 +181,20 @@ def _plan(
     ends = _table("step_offsets", step_offsets, 3)
     parts = list(_parts(ends, (len(copies), len(turns), len(moves))))
     groups = [group_of(at, spec, device) for at, spec in enumerate(specs)]
+    _check(groups, specs, turns, moves)
     staged = [stages(map(tuple, copies[part[0]].tolist())) for part in parts]
-    done = [
-        _work(groups, specs, stream, turns[part[1]], moves[part[2]], (part[1].start, part[2].start)) for part in parts
+    taken = [
+        _Taken(at, group, spec, stream, turns, moves)
+        for at, (group, spec) in enumerate(zip(groups, specs, strict=True))
     ]
-    behind = _behind(groups, staged, [used for _, used in done])
-    return [_Step(copies, after, work) for copies, after, (work, _) in zip(staged, behind, done, strict=True)]
+    works: list[list[Any]] = []
+    used: list[set[tuple[int, int]]] = []
+    for _, ropes_of, scatters_of in parts:
+        found = [t.work(turns[ropes_of].tolist(), moves[scatters_of].tolist(), ropes_of.start) for t in taken]
+        works.append([one for work, _ in found for one in work])
+        used.append({(at, slot) for at, (_, slots) in enumerate(found) for slot in slots})
+    behind = _behind(groups, staged, used)
+    return [_Step(copies, after, work) for copies, after, work in zip(staged, behind, works, strict=True)]
 
 
 def execute_cb_retrieve_plan_flat(

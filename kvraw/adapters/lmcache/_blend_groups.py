@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvraw.adapters.lmcache._blocks import object_side, reach
-from kvraw.adapters.lmcache._paged import INDEXER, PLANES, from_pointers
-from kvraw.adapters.lmcache._planned import table_on, words
+from kvraw.adapters.lmcache._paged import INDEXER, PLANES, Part, from_pointers
+from kvraw.adapters.lmcache._planned import tables_of
 from kvraw.adapters.lmcache._slots import counts_of
 from kvraw.adapters.lmcache._types import ArgumentError, CBGroupSpec, format_of
 from kvraw.arrays import TensorView
@@ -18,12 +19,12 @@ from kvraw.engines.device_state import DeviceState
 from kvraw.engines.grid import Launch
 from kvraw.errors import PlacementError
 from kvraw.formats import FORMATS
-from kvraw.prepared import Reached
+from kvraw.prepared import DeviceTable, Reached
 from kvraw.rope.rotate import Call, rerotate_keys
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
 
-__all__ = ["Group", "address_of", "group_of"]
+__all__ = ["Ends", "Group", "address_of", "group_of"]
 
 _MOST = 256
 # Torch's numbers for the types of keys.
@@ -117,6 +118,20 @@ class _Turn:
         self._launch.start(operation.stream, (), capturing, values=self._values)
 
 
+class Ends(NamedTuple):
+    """Where a group's copies begin and end: the tables of its parts, and its slots."""
+
+    tables: Sequence[DeviceTable | Reached]
+    slots: Reached
+    parts: tuple[Part, ...]
+
+    def rows(self, chosen: list[int]) -> list[Reached]:
+        """Some of the slots, as each part takes them."""
+        host, seen = self.slots.host[chosen], self.slots.seen[chosen]
+        at = [np.uint64(part.at) for part in self.parts]
+        return [Reached(host + a, seen + a, self.slots.link, self.slots.edges) for a in at]
+
+
 class Group:
     """What all plans share whose group has this table, these slots and these counts."""
 
@@ -137,22 +152,16 @@ class Group:
         c = counts_of(number, planes, layers, hidden, element, *sizes)
         # The layout is that of any table: its addresses may be on the device, and only their number is known here.
         self._shape = shape = from_pointers(number, np.ones(2 * layers, np.uint64), c, planes, device)
-        if len(shape.parts) > 1:
-            raise ArgumentError(f"group {at}: format {number} takes several layouts, which a plan cannot hold")
         if shape.row != hidden * element:
             raise ArgumentError(f"group {at}: a token has {hidden * element} bytes, format {number} takes {shape.row}")
         self.nbytes = planes * layers * self.tokens * shape.row
         self.copies = shape.copies("slot", False, lambda p: object_side(p, layers, self.tokens, 1), self.tokens)
-        self._head_bytes = shape.parts[0].head_bytes
         self._turns: dict[tuple[int, int], Launch] = {}
 
-    def ends(self, stream: int | None) -> tuple[Any, Reached]:
-        """The table, and the slots; `stream` as for `table_on`."""
-        slots, entries = reach(self.slots, self.nbytes, self.device), len(self._shape.addresses)
-        if self.device is None:
-            bases = words(self.table, entries)
-            return Reached(bases, bases, False), slots
-        return table_on("paged_kv_ptrs", self.table, entries, self.device, stream, self._head_bytes), slots
+    def ends(self, stream: int | None) -> Ends:
+        """The tables of each part, and the slots; `stream` as for `tables_of`."""
+        slots = reach(self.slots, self.nbytes, self.device)
+        return Ends(tables_of("paged_kv_ptrs", self.table, self._shape, stream), slots, self._shape.parts)
 
     def slot(self, what: str, slot: int) -> int:
         """Address of a slot, by its number."""

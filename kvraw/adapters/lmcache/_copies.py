@@ -14,6 +14,7 @@ from kvraw.adapters.lmcache._place import current_stream, raise_seen
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, number
 from kvraw.arrays import U64, is_pointer
 from kvraw.engines import cpu
+from kvraw.engines.device_state import device_state
 from kvraw.errors import BoundsError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -109,11 +110,13 @@ def lmcache_memcpy_async(
         return
     with DeviceScope(device):
         stream = current_stream(device)
-        raise_seen(device, stream)
+        capturing = raise_seen(device, stream)
         if host_buffer_offset % alignment + nbytes <= alignment:
             driver().memcpy_async(dest, src, nbytes, stream)
         else:
             enqueue_split(dest, src, nbytes, host_buffer_offset, alignment, stream)
+        if not capturing:
+            device_state(device).note(stream)  # memory that is given back waits for it
 
 
 def _ends(dest: Any, src: Any, nbytes: int) -> tuple[int, int, int | None, bool]:

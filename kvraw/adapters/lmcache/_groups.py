@@ -12,7 +12,7 @@ from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
 from kvraw.adapters.lmcache._phases import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
-from kvraw.adapters.lmcache._planned import enqueue_stage, pieces, stages, table_on, words
+from kvraw.adapters.lmcache._planned import enqueue_stage, pieces, stages, tables_of
 from kvraw.adapters.lmcache._types import (
     ArgumentError,
     BatchStep,
@@ -49,15 +49,12 @@ class _Group:
         c = Counts(d.nl, 0, d.nb, d.bs, d.nh, d.hs, int(d.element_size), getattr(d, "block_stride_elems", 0))
         # The layout is that of any table: its addresses are on the device, and only their number is known here.
         self._shape = shape = from_pointers(number, np.ones(2 * max(c.layers, 1), np.uint64), c, int(d.kv_size), device)
-        if device is not None and len(shape.parts) > 1:
-            raise ArgumentError(f"kernel group {at}: the format takes several layouts, which a plan cannot hold")
         self.per_object, layers = tokens // block_size, shape.geometry.layers
         self.copies = shape.copies("block", to_host, lambda part: object_side(part, layers, tokens), tokens)
-        self._head_bytes = d.hs * int(d.element_size)
-        self._found: tuple[list[DeviceTable], list[Reached]] | None = None
+        self._found: tuple[Sequence[DeviceTable | Reached], list[Reached]] | None = None
 
     def ends(self, stream: int | None) -> tuple[Sequence[DeviceTable | Reached], list[Reached]]:
-        """The tables of each part, and the objects; `stream` as for `table_on`."""
+        """The tables of each part, and the objects; `stream` as for `tables_of`."""
         if self._found is not None:
             return self._found
         parts = self._shape.parts
@@ -65,12 +62,9 @@ class _Group:
         objects = [
             Reached(row.host + np.uint64(p.at), row.seen + np.uint64(p.at), row.link) if p.at else row for p in parts
         ]
-        entries = len(self._shape.addresses)
-        if self.device is None:
-            addresses = words(self.table, entries)
-            return [Reached(b, b, False) for b in (p.bases(addresses) for p in parts)], objects
-        tables = [table_on("paged_buffer_ptrs", self.table, entries, self.device, stream, self._head_bytes)]
-        if stream is not None and not row.link:  # host memory is looked up each time, device memory once
+        tables = tables_of("paged_buffer_ptrs", self.table, self._shape, stream)
+        # Host memory is looked up each time, device memory once; and what was read out of a table is as old as that.
+        if self.device is not None and stream is not None and not row.link and len(parts) == 1:
             self._found = tables, objects
         return tables, objects
 

@@ -91,11 +91,10 @@ def current_stream(device: int) -> int:
 
 
 def watch(device: int, copy: Transfer | Copy | Operation, unseen: bool = True) -> None:
-    """Remember a copy that nobody waits for where only the device has seen its ids, and in any case one of a graph."""
+    """Remember a copy that nobody waits for where only the device has seen its ids, replays of a captured one too."""
     completion: Completion | None = getattr(copy, "_completion", None)
-    if type(completion) is Captured:
-        if unseen and completion is not None:
-            _captured[device].append(completion)
+    if unseen and type(completion) is Captured:
+        _captured[device].append(completion)
     elif unseen:
         _watched[device].append(copy)
 
@@ -103,7 +102,7 @@ def watch(device: int, copy: Transfer | Copy | Operation, unseen: bool = True) -
 def raise_seen(device: int, stream: int) -> bool:
     """Raise what earlier calls on a device met, as the driver does with its own asynchronous errors.
 
-    Returns whether a capture is in progress on the stream, which forbids asking about events.
+    Returns whether a capture is in progress on the stream: then nothing is raised.
     """
     if raise_found(device, stream):
         return True

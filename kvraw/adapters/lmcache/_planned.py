@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,12 +14,16 @@ from kvraw.adapters.lmcache._launch import Copies
 from kvraw.arrays import ASK_DRIVER, U64, IndexVector
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.operands import Operands, check_host_index, require_index
-from kvraw.prepared import DeviceTable, PreparedCopy
+from kvraw.errors import PlacementError
+from kvraw.prepared import DeviceTable, PreparedCopy, Reached
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
 from kvraw.runtime.memory import PinnedBuffer, locate_all
 
-__all__ = ["Stage", "enqueue_stage", "pieces", "stages", "table_on", "words"]
+if TYPE_CHECKING:
+    from kvraw.adapters.lmcache._paged import Paged
+
+__all__ = ["Stage", "enqueue_stage", "pieces", "stages", "tables_of"]
 
 Stage = tuple[int, int, int, int]  # a staging copy: destination, source, bytes, offset in the host buffer
 
@@ -33,20 +37,25 @@ def words(address: int, count: int) -> U64:
     return host_ids(address, count).view(np.uint64)
 
 
+def _fetch(name: str, address: int, entries: int, device: int, stream: int) -> U64:
+    """A table on the device as it is behind what the stream was given, which may still be writing it."""
+    with PinnedBuffer(entries * 8, device) as copy:
+        driver().memcpy_async(copy.address, address, entries * 8, stream)
+        driver().stream_synchronize(stream)
+        found: U64 = words(copy.address, entries).copy()
+    locate_all(found).require(device, name)
+    return found
+
+
 def _table_bits(name: str, address: int, entries: int, device: int, stream: int | None) -> int:
     """The bits that are set in any address of a table on the device, to tell the alignment.
 
-    The table is read once, behind what the stream was given, which may still be writing it; the host waits for that.
-    Without a stream (a capture is in progress) an unknown table is taken as aligned to 8 bytes.
+    The table is read once, and the host waits for that. Without a stream an unknown table is taken as aligned to 8
+    bytes.
     """
     key = (device, address, entries)
     if key not in _bits and stream is not None:
-        with PinnedBuffer(entries * 8, device) as copy:
-            driver().memcpy_async(copy.address, address, entries * 8, stream)
-            driver().stream_synchronize(stream)
-            found = words(copy.address, entries)
-            locate_all(found).require(device, name)
-            _bits[key] = int(np.bitwise_or.reduce(found)) % 16
+        _bits[key] = int(np.bitwise_or.reduce(_fetch(name, address, entries, device, stream))) % 16
         if len(_bits) > 4096:
             _bits.pop(next(iter(_bits)))
     return _bits.get(key, 8)
@@ -57,12 +66,26 @@ def _demanded_bits(head_bytes: int) -> int:
     return 0 if head_bytes % 16 == 0 else 4 if head_bytes % 4 == 0 else 2
 
 
-def table_on(name: str, address: int, entries: int, device: int, stream: int | None, head_bytes: int) -> DeviceTable:
-    """A table of addresses on a device, which is looked at behind what the stream was given; None: not at all."""
+def tables_of(name: str, address: int, paged: Paged, stream: int | None) -> Sequence[DeviceTable | Reached]:
+    """The tables of a cache's parts, out of the one at an address of its device, or of the host.
+
+    One on a device is looked at behind what the stream was given; without a stream (a capture is in progress), not at
+    all. The parts of a format that has several begin at distances from its addresses, which then must be read: at each
+    call, and the host waits for it.
+    """
+    entries, device, parts = len(paged.addresses), paged.device, paged.parts
+    if device is None:
+        return [Reached(b, b, False) for b in (p.bases(words(address, entries)) for p in parts)]
     require_index(name, IndexVector(None, address, entries, 8, ASK_DRIVER), device)
+    if len(parts) > 1:
+        if stream is None:
+            raise PlacementError(f"{name} of a format of several layouts cannot be read while a graph is captured")
+        found = _fetch(name, address, entries, device, stream)
+        return [Reached(b, b, False) for b in (p.bases(found) for p in parts)]
+    head_bytes = parts[0].head_bytes
     # Other addresses may come to stand in the table: no more is made of what it held than LMCache's kernel would.
     bits = _table_bits(name, address, entries, device, stream) | _demanded_bits(head_bytes)
-    return DeviceTable(address, entries, bits)
+    return [DeviceTable(address, entries, bits)]
 
 
 class _Launch:
@@ -104,7 +127,9 @@ def pieces(
         index = IndexVector(None, address, total, 8, device)
     for copy, table, objects in zip(copies.each, *ends, strict=True):
         if device is not None and copies.kernel:
-            flat = Operands(objects.seen), Operands(_NONE, index, table)
+            known = isinstance(table, Reached)
+            paged = Operands(table.seen, index) if known else Operands(_NONE, index, table)
+            flat = Operands(objects.seen), paged
             found.append(_Launch(copy, flat[::-1] if to_host else flat, first, count, objects.link))
             continue
         work = copy.ready if device is not None else partial(partial, copy)
