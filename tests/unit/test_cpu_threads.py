@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,8 +29,8 @@ def four(monkeypatch: pytest.MonkeyPatch) -> None:
 class Work:
     """Stretches that take a while each, of which it is known whether one is under way."""
 
-    def __init__(self, seconds: float = 0.01, bad: int = -1) -> None:
-        self.seconds, self.bad = seconds, bad
+    def __init__(self, seconds: float = 0.01, bad: int = -1, error: type[Exception] = ValueError) -> None:
+        self.seconds, self.bad, self.error = seconds, bad, error
         self.lock, self.active, self.done = threading.Lock(), 0, []  # type: ignore[var-annotated]
 
     def __call__(self, begin: int, end: int) -> None:
@@ -42,7 +43,7 @@ class Work:
                 self.active -= 1
                 self.done.append((begin, end))
         if begin == self.bad:
-            raise ValueError("a stretch")
+            raise self.error("a stretch")
 
 
 def test_every_stretch_is_done_once() -> None:
@@ -54,12 +55,30 @@ def test_every_stretch_is_done_once() -> None:
         assert not work.active
 
 
+@pytest.mark.parametrize("error", [ValueError, kvraw.BoundsError])
 @pytest.mark.parametrize("bad", range(4))
-def test_an_error_comes_when_nothing_is_under_way(bad: int) -> None:
-    work = Work(bad=bad)
-    with pytest.raises(ValueError, match="a stretch"):
+def test_an_error_comes_when_nothing_is_under_way(bad: int, error: type[Exception]) -> None:
+    work = Work(bad=bad, error=error)
+    with pytest.raises(error, match="a stretch"):
         cpu.in_parts(work, 4, 4)
     assert not work.active
+
+
+def test_threads_that_are_busy_with_others_keep_nothing_of_a_call() -> None:
+    go = threading.Event()
+    pool = cpu._executor(cpu.threads() - 1)
+    blocked = [pool.submit(go.wait, 30) for _ in range(cpu.threads() - 1)]
+    try:
+        work = Work(0)
+        gone = weakref.ref(work)
+        cpu.in_parts(work, 4, 4)
+        assert sum(end - begin for begin, end in work.done) == 4
+        del work
+        assert gone() is None
+    finally:
+        go.set()
+        for one in blocked:
+            one.result()
 
 
 class SignalledError(Exception):
