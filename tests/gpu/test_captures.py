@@ -24,7 +24,8 @@ def captured(gpu: int, beside: Callable[[], None]) -> None:
     """Capture and replay something of torch's, with `beside` in the midst of the capture."""
     with torch.cuda.device(gpu):
         value, graph = torch.zeros(64, device="cuda"), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # A stream of ours: the one that torch keeps for captures is the device's that was current when it was made.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             value += 1
             beside()
             value += 1
