@@ -130,9 +130,11 @@ def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
                 helpers.append(pool.submit(crew.help_out))
         crew.lead()
     finally:
-        for helper in helpers:
-            helper.cancel()
-        crew.dismiss()
+        try:
+            for helper in helpers:
+                helper.cancel()
+        finally:
+            crew.dismiss()
     if crew.errors:
         raise crew.errors[0]
 
