@@ -6,6 +6,8 @@ import operator
 from contextlib import suppress
 from typing import NoReturn, SupportsIndex, cast
 
+import numpy as np
+
 __all__ = ["Uncopied", "integer"]
 
 
@@ -28,7 +30,7 @@ def integer(name: str, value: object) -> int:
     """
     if type(value) is int:
         return value
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):
         with suppress(TypeError):
             return operator.index(cast(SupportsIndex, value))
     raise TypeError(f"{name} is {value!r}, must be an integer")
