@@ -17,11 +17,11 @@ from kvraw.adapters.lmcache import _place
 from kvraw.engines.device_state import device_state
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Captured
-from tests.adapters.test_lmcache_blend import Retrieval
 from tests.adapters.test_lmcache_blocks import World, call
 from tests.adapters.test_lmcache_groups import Plan
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.memory import Laid, numbers
+from tests.helpers.retrieval import Retrieval
 from tests.helpers.torch_like import TorchLike
 
 
