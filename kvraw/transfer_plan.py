@@ -273,7 +273,7 @@ class TransferPlan(Uncopied):
             own = state.side_stream(self.direction).handle if side and not capturing else stream
             operation = state.books.begin(own, captured=capturing)
             try:
-                # What a graph uses is its owner's to keep; and a capture forbids the questions that `borrow` may ask.
+                # What a graph uses is its owner's to keep: it is never known to be over.
                 for pool in row.pools if not capturing else ():
                     pool.borrow(operation)
                 if own != stream:

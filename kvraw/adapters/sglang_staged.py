@@ -144,7 +144,7 @@ def _by_pages(
     device, token, count = int(src_indices.get_device()), staging[1], len(pages) * page_size
     index = index_on_device(src_indices, count, device)
     on_host = [tensors.span(t) for t in dst if not t.is_cuda]
-    apart = np.unique(np.array([t.data_ptr() for t in (*staging[2], *dst)], np.uint64))
+    apart = np.array([t.data_ptr() for t in (*staging[2], *dst)], np.uint64)
     # Once: what a part of this operation finds stops no other part.
     captured = raise_found(device, tensors.current_stream(device))
     for begin in range(0, count, room):  # the stream's order keeps a part's copies before the next part's kernel

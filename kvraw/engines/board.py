@@ -14,7 +14,7 @@ from kvraw.runtime.memory import PinnedBuffer
 __all__ = ["Board", "Finder", "Ticket"]
 
 _PAGE = 64  # pairs of status words that are looked at together
-_PAGES = 16  # made at once: a graph keeps one pair for each launch in it, and no memory can be had during a capture
+_PAGES = 16  # made at once: a graph keeps one pair for each launch in it, and a capture is no time to make memory
 _CLEAR = bytes(16 * _PAGE)
 
 

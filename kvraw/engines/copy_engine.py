@@ -18,8 +18,6 @@ from kvraw.runtime.stream import LEGACY
 
 __all__ = ["Descriptors", "describe", "enqueue", "holder", "merge", "split"]
 
-_NONE = np.zeros(0, np.uint64)
-
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
@@ -78,24 +76,25 @@ def describe(plan: CopyPlan, src: Operands, dst: Operands, first: int, count: in
     return Descriptors(target.ravel(), source.ravel(), np.full(target.size, plan.run_bytes, np.uint64))
 
 
-def merge(d: Descriptors, apart: U64 = _NONE) -> Descriptors:
+def merge(d: Descriptors, *apart: U64) -> Descriptors:
     """Join neighbours that follow each other on both sides, in ascending and then in descending order.
 
-    None that begins at one of `apart`, ascending, is joined to what ends there: such as base addresses of tensors,
-    since neighbours in device memory may be allocations of their own, and the driver refuses a copy of both.
+    None that begins at one of `apart` is joined to what ends there: such as base addresses of tensors, since neighbours
+    in device memory may be allocations of their own, and the driver refuses a copy of both.
     """
     for ascending in (True, False):
         if len(d) < 2:
             return d
         low, high = (slice(None, -1), slice(1, None)) if ascending else (slice(1, None), slice(None, -1))
         joined = (d.dst[low] + d.sizes[low] == d.dst[high]) & (d.src[low] + d.sizes[low] == d.src[high])
-        if len(apart) and joined.any():
-            at = np.flatnonzero(joined)
-            for begin in (d.dst[high][at], d.src[high][at]):
-                found = np.searchsorted(apart, begin)
-                joined[at[apart[np.minimum(found, len(apart) - 1)] == begin]] = False
         if not joined.any():
             continue
+        bases = np.unique(np.concatenate(apart)) if apart else ()
+        if len(bases):
+            at = np.flatnonzero(joined)
+            for begin in (d.dst[high][at], d.src[high][at]):
+                found = np.minimum(np.searchsorted(bases, begin), len(bases) - 1)
+                joined[at[bases[found] == begin]] = False
         starts = np.flatnonzero(np.concatenate([[True], ~joined]))
         sizes = np.add.reduceat(d.sizes, starts)
         lowest = starts if ascending else np.append(starts[1:], len(d)) - 1

@@ -92,7 +92,6 @@ class GpuPlan:
         self._bases, self._chunk_bytes, self._per_chunk = bases, chunk_bytes, per_chunk
         self.direction = "store" if store else "load"
         self._check, self._names = check, names
-        self._apart: U64 | None = None
         self.kernel = KernelPlan(plan, ctas=ctas or None, check=check, names=names)
         self._staged: StagedPlan | None = None
         src, dst = plan.src_flat, plan.dst_flat
@@ -201,10 +200,8 @@ class GpuPlan:
             self.kernel.enqueue(state, operation, src, dst, call.first, call.count, link=call.link)
         elif choice.engine == "copy":
             src, dst = self._sides(call.index, call.host_chunks)
-            if self._apart is None:
-                self._apart = np.unique(self._bases)
             found = copy_engine.describe(self.plan, src, dst, call.first, call.count)
-            found = copy_engine.merge(found, self._apart)
+            found = copy_engine.merge(found, self._bases)
             operation.enqueued.append(operation.stream)
             copy_engine.enqueue(found, operation.stream, capturing=call.capturing, edges=call.edges)
         else:

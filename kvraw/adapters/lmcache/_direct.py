@@ -98,7 +98,7 @@ class _Group:
         cache = Operands(self.paged.reached()[0].host, ids)
         ends = (cache, region) if to_host else (region, cache)
         found = copy_engine.describe(plan, *ends, skip, self.per_chunk - skip)
-        return copy_engine.merge(found, self.paged.ready(("apart",), lambda: np.unique(cache.bases)))
+        return copy_engine.merge(found, cache.bases)
 
 
 def _edges(obj: DirectCopyObject, alignment: int) -> U64:
