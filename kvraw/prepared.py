@@ -258,8 +258,7 @@ class PreparedCopy:
         edges: Sequence[int] = (),
     ) -> None:
         """Enqueue the copy engine's descriptors on the operation's stream, as a part of it."""
-        found = copy_engine.describe(self.plan, src, dst, first, count)
-        found = copy_engine.merge(found, src.bases, dst.bases)
+        found = copy_engine.describe(self.plan, src, dst, first, count, src.bases, dst.bases)
         operation.enqueued.append(operation.stream)
         copy_engine.enqueue(found, operation.stream, capturing=capturing, pageable=pageable, edges=edges)
 

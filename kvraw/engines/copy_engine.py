@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,49 +32,104 @@ class Descriptors:
         return len(self.sizes)
 
 
-def _side_addresses(
-    plan: CopyPlan, side: Side, name: str, operands: Operands, items: I64
-) -> tuple[U64, np.ndarray | None]:
-    """Addresses of all runs, items along the last axis, and which items are kept (None: all)."""
-    index, kept = items, None
+class _Items(NamedTuple):
+    """Where the items of one side begin: entries of its table, and byte offsets from their bases."""
+
+    entry: I64
+    offset: I64
+    kept: np.ndarray | None  # which items are not left out; None: all
+
+
+def _items(side: Side, operands: Operands, first: int, count: int) -> _Items:
+    kept = None
     if operands.host_index is not None:
-        index = operands.host_index[items[0] : items[-1] + 1]
+        index = operands.host_index[first : first + count]
         if int(np.minimum.reduce(index)) < 0:
             kept = index >= 0
             index = np.where(kept, index, 0)
-    entry: I64 | int = 0
-    if side.page == 1:
-        offset = index * side.outer
-        if side.table_outer:
-            entry = index * side.table_outer
     else:
-        outer, inner = np.divmod(index, side.page)
-        entry = outer * side.table_outer
-        offset = outer * side.outer + inner * side.inner
+        index = np.arange(first, first + count, dtype=np.int64)
+    if side.page == 1:
+        entry = index * side.table_outer if side.table_outer else np.zeros(len(index), np.int64)
+        return _Items(entry, index * side.outer, kept)
+    outer, inner = np.divmod(index, side.page)
+    return _Items(outer * side.table_outer, outer * side.outer + inner * side.inner, kept)
+
+
+def _addresses(plan: CopyPlan, name: str, bases: U64, entry: I64, offset: I64) -> U64:
+    """Addresses of all runs of some items, the items along the last axis."""
+    tables: I64 = entry
+    offsets: I64 = offset
     axes = 1
     for d in plan.dims:  # innermost first; the items stay innermost of all, where ids that follow each other merge
         steps = np.arange(d.size, dtype=np.int64).reshape(-1, *[1] * axes)
-        entry = entry + steps * getattr(d, f"{name}_table")
-        offset = offset + steps * getattr(d, name)
+        tables = tables + steps * getattr(d, f"{name}_table")
+        offsets = offsets + steps * getattr(d, name)
         axes += 1
-    return operands.bases[entry] + offset.astype(np.uint64), kept
+    found: U64 = bases[tables] + offsets.astype(np.uint64)
+    return found
 
 
-def describe(plan: CopyPlan, src: Operands, dst: Operands, first: int, count: int) -> Descriptors:
-    """Every run of the plan for items `first` to `first + count`, items with a negative index left out.
+def describe(plan: CopyPlan, src: Operands, dst: Operands, first: int, count: int, *apart: U64) -> Descriptors:
+    """The plan's copies for items `first` to `first + count`, those with a negative index left out; neighbours joined.
 
-    Indices are on the host.
+    Indices are on the host. Items that follow each other on both sides are joined before the plan's dimensions are
+    expanded: one comparison for each item, however many layers, planes and heads it has. `apart` as for `merge`.
     """
+    none = np.zeros(0, np.uint64)
     if not count:
-        none = np.zeros(0, np.uint64)
         return Descriptors(none, none, none)
-    items = np.arange(first, first + count, dtype=np.int64)
-    source, kept = _side_addresses(plan, plan.src_flat, "src", src, items)
-    target, kept_too = _side_addresses(plan, plan.dst_flat, "dst", dst, items)
-    if kept is not None or kept_too is not None:
-        both = kept if kept_too is None else kept_too if kept is None else kept & kept_too
-        source, target = source[..., both], target[..., both]
-    return Descriptors(target.ravel(), source.ravel(), np.full(target.size, plan.run_bytes, np.uint64))
+    s, d = _items(plan.src_flat, src, first, count), _items(plan.dst_flat, dst, first, count)
+    ends = [(s.entry, s.offset), (d.entry, d.offset)]
+    if s.kept is not None or d.kept is not None:
+        kept = d.kept if s.kept is None else s.kept if d.kept is None else s.kept & d.kept
+        ends = [(entry[kept], offset[kept]) for entry, offset in ends]
+        if not len(ends[0][0]):
+            return Descriptors(none, none, none)
+    begins = [o.bases[entry] + offset.astype(np.uint64) for o, (entry, offset) in zip((src, dst), ends, strict=True)]
+    sizes = np.full(len(begins[0]), plan.run_bytes, np.uint64)
+    picked = np.arange(len(sizes))
+    # Where a dimension steps through tables, only items of one entry are neighbours in every layer.
+    stepped = [any(dim.src_table for dim in plan.dims), any(dim.dst_table for dim in plan.dims)]
+    for ascending in (True, False):
+        entries = [entry[picked] for (entry, _), steps in zip(ends, stepped, strict=True) if steps]
+        found = _join(Descriptors(begins[1][picked], begins[0][picked], sizes), ascending, apart, entries)
+        if found is not None:
+            picked, sizes = picked[found[0]], found[1]
+    source, target = (
+        _addresses(plan, name, o.bases, entry[picked], offset[picked])
+        for name, o, (entry, offset) in zip(("src", "dst"), (src, dst), ends, strict=True)
+    )
+    runs = np.broadcast_to(sizes, np.broadcast_shapes(source.shape, target.shape))
+    whole = (np.broadcast_to(a, runs.shape).ravel() for a in (target, source, runs))
+    return merge(Descriptors(*whole), *apart)
+
+
+def _join(
+    d: Descriptors, ascending: bool, apart: Sequence[U64], entries: Sequence[I64] = ()
+) -> tuple[np.ndarray, U64] | None:
+    """Which copies remain once neighbours are joined, and their sizes; None: all do.
+
+    `entries` hold one number for each copy: neighbours must agree in them.
+    """
+    if len(d) < 2:
+        return None
+    low, high = (slice(None, -1), slice(1, None)) if ascending else (slice(1, None), slice(None, -1))
+    joined = (d.dst[low] + d.sizes[low] == d.dst[high]) & (d.src[low] + d.sizes[low] == d.src[high])
+    for entry in entries:
+        joined &= entry[low] == entry[high]
+    if not joined.any():
+        return None
+    bases = np.unique(np.concatenate(apart)) if apart else ()
+    if len(bases):
+        at = np.flatnonzero(joined)
+        for begin in (d.dst[high][at], d.src[high][at]):
+            found = np.minimum(np.searchsorted(bases, begin), len(bases) - 1)
+            joined[at[bases[found] == begin]] = False
+    starts = np.flatnonzero(np.concatenate([[True], ~joined]))
+    lowest = starts if ascending else np.append(starts[1:], len(d)) - 1
+    sizes: U64 = np.add.reduceat(d.sizes, starts)
+    return lowest, sizes
 
 
 def merge(d: Descriptors, *apart: U64) -> Descriptors:
@@ -83,22 +139,9 @@ def merge(d: Descriptors, *apart: U64) -> Descriptors:
     in device memory may be allocations of their own, and the driver refuses a copy of both.
     """
     for ascending in (True, False):
-        if len(d) < 2:
-            return d
-        low, high = (slice(None, -1), slice(1, None)) if ascending else (slice(1, None), slice(None, -1))
-        joined = (d.dst[low] + d.sizes[low] == d.dst[high]) & (d.src[low] + d.sizes[low] == d.src[high])
-        if not joined.any():
-            continue
-        bases = np.unique(np.concatenate(apart)) if apart else ()
-        if len(bases):
-            at = np.flatnonzero(joined)
-            for begin in (d.dst[high][at], d.src[high][at]):
-                found = np.minimum(np.searchsorted(bases, begin), len(bases) - 1)
-                joined[at[bases[found] == begin]] = False
-        starts = np.flatnonzero(np.concatenate([[True], ~joined]))
-        sizes = np.add.reduceat(d.sizes, starts)
-        lowest = starts if ascending else np.append(starts[1:], len(d)) - 1
-        d = Descriptors(d.dst[lowest], d.src[lowest], sizes)
+        found = _join(d, ascending, apart)
+        if found is not None:
+            d = Descriptors(d.dst[found[0]], d.src[found[0]], found[1])
     return d
 
 
@@ -206,5 +249,5 @@ def _one_by_one(call: CudaDriver, d: Descriptors, stream: int, edges: Sequence[i
                 at += rows
                 continue
         for k in range(at, at + rows):
-            call.memcpy_async(int(to[k]), int(src[k]), width, stream)
+            call.memcpy_pinned_async(int(to[k]), int(src[k]), width, stream)
         at += rows

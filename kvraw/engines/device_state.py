@@ -38,11 +38,11 @@ class Upload:
 
     def fetch(self, address: int, nbytes: int, stream: int) -> None:
         """Enqueue the copy of device memory to the first words on the host."""
-        driver().memcpy_async(self._pinned.address, address, nbytes, stream)
+        driver().memcpy_pinned_async(self._pinned.address, address, nbytes, stream)
 
     def send(self, count: int, stream: int) -> None:
         """Enqueue the copy of the first `count` words to the device."""
-        driver().memcpy_async(self.device.address, self._pinned.address, count * 8, stream)
+        driver().memcpy_pinned_async(self.device.address, self._pinned.address, count * 8, stream)
 
 
 class DeviceState:

@@ -200,8 +200,7 @@ class GpuPlan:
             self.kernel.enqueue(state, operation, src, dst, call.first, call.count, link=call.link)
         elif choice.engine == "copy":
             src, dst = self._sides(call.index, call.host_chunks)
-            found = copy_engine.describe(self.plan, src, dst, call.first, call.count)
-            found = copy_engine.merge(found, self._bases)
+            found = copy_engine.describe(self.plan, src, dst, call.first, call.count, self._bases)
             operation.enqueued.append(operation.stream)
             copy_engine.enqueue(found, operation.stream, capturing=call.capturing, edges=call.edges)
         else:

@@ -317,7 +317,7 @@ class StagedPlan:
         if len(copies) <= _FEW and (edges is None or not any(spans(at, at + n, edges) for at, _, n in copies)):
             for host, device, nbytes in copies:
                 to, source = (host, device) if self._store else (device, host)
-                d.memcpy_async(to, source, nbytes, stream)
+                d.memcpy_pinned_async(to, source, nbytes, stream)
             return
         host, device, nbytes = np.array(copies, np.uint64).T.copy()
         ends = (host, device) if self._store else (device, host)

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
 from kvraw.runtime.direct_calls import BatchCopy, PointerAttributes, PointerInfo, Relaxed
+from kvraw.runtime.driver_ctypes import EnqueueCalls
 
 __all__ = [
     "CudaDriver",
@@ -33,13 +34,9 @@ MINIMUM_DRIVER = 12000  # CUDA 12.0 (R525): the first that takes the PTX shipped
 
 # CUmemorytype
 _HOST, _DEVICE, _ARRAY, _UNIFIED = 1, 2, 3, 4
-# CUstreamCaptureStatus
-_CAPTURE_NONE = 0
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY
-_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
-class CudaDriver:
+class CudaDriver(EnqueueCalls):
     """The driver calls that kvraw makes. Construct through `driver()`."""
 
     def __init__(self) -> None:
@@ -60,8 +57,8 @@ class CudaDriver:
         if self.device_count() == 0:
             raise DriverNotFoundError("the CUDA driver sees no device")
         self._attribute = cu.CUdevice_attribute
-        self._number = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
         self._batch: BatchCopy | bool | None = None
+        super().__init__(lambda name: self._address(name, MINIMUM_DRIVER))
         self._attributes = PointerAttributes(self._address("cuPointerGetAttributes", MINIMUM_DRIVER))
         self._exchange = Relaxed.exchange(self._address("cuThreadExchangeStreamCaptureMode", MINIMUM_DRIVER))
 
@@ -124,23 +121,6 @@ class CudaDriver:
     def _device(self, device: int) -> Any:
         return self._do("cuDeviceGet", device)
 
-    def context_device(self) -> int:
-        """Device of the current context; -1 where there is none."""
-        code, found = self._cu.cuCtxGetDevice()
-        if code:
-            if code == _INVALID_CONTEXT:
-                return -1
-            self._fail("cuCtxGetDevice", code)
-        return int(found)
-
-    def context_push(self, context: int) -> None:
-        """Make a context current."""
-        self._do("cuCtxPushCurrent", context)
-
-    def context_pop(self) -> None:
-        """Undo `context_push`."""
-        self._do("cuCtxPopCurrent")
-
     def primary_retain(self, device: int) -> int:
         """Retain the primary context of a device."""
         return int(self._do("cuDevicePrimaryCtxRetain", self._device(device)))
@@ -193,11 +173,6 @@ class CudaDriver:
             return None
         return PointerInfo("managed" if managed else "host" if kind == _HOST else "device", device, mapped, base, size)
 
-    def pointer_number(self, address: int) -> int:
-        """The number that the driver gave the allocation or registration around an address; 0 for pageable memory."""
-        code, number = self._cu.cuPointerGetAttribute(self._number, address)
-        return 0 if code else int(number)
-
     # streams and events
 
     def stream_create(self) -> int:
@@ -212,24 +187,6 @@ class CudaDriver:
         """Wait on the host for all that a stream was given."""
         self._undisturbed("cuStreamSynchronize", stream)
 
-    def stream_context(self, stream: int) -> int:
-        """The context that a stream belongs to; the current one's for the default streams."""
-        found = self._do("cuStreamGetCtx", stream)
-        return int(found[0] if isinstance(found, tuple) else found)
-
-    def stream_wait_event(self, stream: int, event: int) -> None:
-        """Make a stream wait for an event."""
-        (code,) = self._cu.cuStreamWaitEvent(stream, event, 0)
-        if code:
-            self._fail("cuStreamWaitEvent", code)
-
-    def stream_capturing(self, stream: int) -> bool:
-        """Whether a capture is in progress on a stream."""
-        code, status = self._cu.cuStreamIsCapturing(stream)
-        if code:
-            self._fail("cuStreamIsCapturing", code)
-        return int(status) != _CAPTURE_NONE
-
     def event_create(self, timing: bool = False) -> int:
         """An event, without timing unless asked."""
         flags = self._cu.CUevent_flags
@@ -239,21 +196,6 @@ class CudaDriver:
     def event_destroy(self, event: int) -> None:
         """Destroy an event."""
         self._undisturbed("cuEventDestroy", event)
-
-    def event_record(self, event: int, stream: int) -> None:
-        """Record an event on a stream."""
-        (code,) = self._cu.cuEventRecord(event, stream)
-        if code:
-            self._fail("cuEventRecord", code)
-
-    def event_done(self, event: int) -> bool:
-        """Whether an event was reached; to be asked within `relaxed`."""
-        (code,) = self._cu.cuEventQuery(event)
-        if code == _NOT_READY:
-            return False
-        if code:
-            self._fail("cuEventQuery", code)
-        return True
 
     def event_synchronize(self, event: int) -> None:
         """Wait on the host for an event."""
@@ -266,7 +208,7 @@ class CudaDriver:
     # copies
 
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """One copy between any two addresses, on a stream."""
+        """One copy between any two addresses, on a stream; waits for a part of it where pageable memory takes part."""
         (code,) = self._cu.cuMemcpyAsync(dst, src, nbytes, stream)
         if code:
             self._fail("cuMemcpyAsync", code)
@@ -280,10 +222,6 @@ class CudaDriver:
         c.srcDevice, c.srcPitch, c.dstDevice, c.dstPitch = src, src_pitch, dst, dst_pitch
         c.WidthInBytes, c.Height = width, rows
         self._do("cuMemcpy2DAsync", c, stream)
-
-    def memset_async(self, dst: int, value: int, nbytes: int, stream: int) -> None:
-        """Fill device memory with a byte."""
-        self._do("cuMemsetD8Async", dst, value, nbytes, stream)
 
     def batch_supported(self) -> bool:
         """Whether this driver has ``cuMemcpyBatchAsync`` (12.8 and newer)."""
@@ -318,12 +256,6 @@ class CudaDriver:
     def library_kernel(self, library: int, name: str) -> int:
         """A kernel of a library."""
         return int(self._do("cuLibraryGetKernel", library, name.encode()))
-
-    def launch(self, kernel: int, ctas: int, threads: int, stream: int, params: int) -> None:
-        """Launch a kernel; `params` is the address of an array of argument addresses, read during the call."""
-        (code,) = self._cu.cuLaunchKernel(kernel, ctas, 1, 1, threads, 1, 1, 0, stream, params, 0)
-        if code:
-            self._fail("cuLaunchKernel", code)
 
 
 _lock = threading.RLock()

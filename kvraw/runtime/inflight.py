@@ -76,10 +76,10 @@ class Completion:
         return True
 
     def wait(self) -> None:
-        """Wait on the host until the operation is over, with the GIL released."""
+        """Wait on the host until the operation is over, with the GIL released; kept where it is over already."""
         self.told = True
         event = self._event
-        if event is None:
+        if event is None or self.done():
             return
         driver().event_synchronize(event)
         with self._books.settle_lock:

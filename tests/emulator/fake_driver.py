@@ -293,6 +293,12 @@ class FakeDriver(FakeStreams):
         if to is None:  # pageable destination: the call returns when it is done
             self._until(lambda: not self._streams[stream].ops, "memcpy_async")
 
+    def memcpy_pinned_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        for end in (dst, src):
+            if nbytes and self._range(end, nbytes, "memcpy_pinned_async") is None:
+                self.violations.append(f"memcpy_pinned_async of pageable memory at {end:#x} would wait with the GIL")
+        self.memcpy_async(dst, src, nbytes, stream)
+
     def memcpy_2d_async(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
     ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -128,6 +130,38 @@ def test_neighbours_go_as_one(fake: FakeDriver) -> None:
     merged = copy_engine.merge(copy_engine.describe(plan, *ends, 0, 4))
     assert merged.sizes.tolist() == [4 * plan.run_bytes] * plan.runs_per_item
     world.close()
+
+
+@given(ids=st.permutations(range(8)), count=st.integers(1, 8), number=st.sampled_from([0, 4, 9]))
+@settings(max_examples=100, deadline=None)
+def test_items_are_joined_as_their_runs_would_be(ids: list[int], count: int, number: int) -> None:
+    geometry = Geometry(3, 8, 2, 2, 4, 1)
+    pointers = CacheLayout(find_format(number), geometry).pointers
+    paged = kvraw.PagedCache.from_pointers([0x10000 + 0x1000 * k for k in range(pointers)], number, geometry)
+    flat = chunk_side(find_chunk_layout("2LTD"), geometry, 4, "block")
+    plan = copy_plan(geometry, paged.layout.side("block"), flat, "block")
+    index = np.array(ids[:count], np.int64)
+    chunk = plan.item_bytes * 2
+    bases = np.array([1 << 40, (1 << 40) + chunk, 1 << 44, 1 << 45], np.uint64)  # the first two are neighbours
+    src, dst = Operands(paged.bases, IndexVector(index, 0, count)), Operands(bases)
+    runs = []
+    for steps in itertools.product(*(range(d.size) for d in reversed(plan.dims))):  # innermost last, then the items
+        dims = list(zip(reversed(plan.dims), steps, strict=True))
+        for item, block in enumerate(ids[:count]):
+            s, d = plan.src_flat, plan.dst_flat
+            (out, inner), (to_out, to_in) = divmod(block, s.page), divmod(item, d.page)
+            at = int(paged.bases[out * s.table_outer + sum(k * x.src_table for x, k in dims)])
+            to = int(bases[to_out * d.table_outer + sum(k * x.dst_table for x, k in dims)])
+            at += out * s.outer + inner * s.inner + sum(k * x.src for x, k in dims)
+            to += to_out * d.outer + to_in * d.inner + sum(k * x.dst for x, k in dims)
+            runs.append((to, at, plan.run_bytes))
+    want = copy_engine.merge(of(*runs), paged.bases)
+    got = copy_engine.describe(plan, src, dst, 0, count, paged.bases)
+    assert sorted(rows_of(got)) == sorted(rows_of(want))
+
+
+def rows_of(d: Descriptors) -> list[tuple[int, int, int]]:
+    return list(zip(d.dst.tolist(), d.src.tolist(), d.sizes.tolist(), strict=True))
 
 
 def test_rows_of_one_copy_lie_in_one_registration(fake: FakeDriver) -> None:

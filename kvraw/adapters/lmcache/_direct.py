@@ -97,8 +97,7 @@ class _Group:
         region = Operands(np.array([obj.host_ptr + self.spec.byte_offset_in_object], np.uint64))
         cache = Operands(self.paged.reached()[0].host, ids)
         ends = (cache, region) if to_host else (region, cache)
-        found = copy_engine.describe(plan, *ends, skip, self.per_chunk - skip)
-        return copy_engine.merge(found, cache.bases)
+        return copy_engine.describe(plan, *ends, skip, self.per_chunk - skip, cache.bases)
 
 
 def _edges(obj: DirectCopyObject, alignment: int) -> U64:
