@@ -13,6 +13,7 @@ from kvraw.bench import bandwidth, ceilings, latency
 from kvraw.bench.cold import cold_start
 from kvraw.bench.shapes import BLOCKS, DEVICE_SHAPES, SHAPES, Shape
 from kvraw.bench.sustained import sustain
+from kvraw.bench.threads import beside_threads
 from kvraw.engines import cpu
 from kvraw.engines.planner import profile_for
 from kvraw.runtime.context import DeviceScope
@@ -23,8 +24,9 @@ __all__ = ["PARTS", "Options", "run"]
 
 PARTS = (
     *("runs", "neighbours", "bytes", "both", "device", "host", "driver", "latency", "checks", "batch", "cold"),
-    "sustained",
+    *("sustained", "threads"),
 )
+_BESIDE_SECONDS = 1.5  # of each measurement beside a thread
 _GPU_ONLY = {"neighbours", "both", "device", "driver", "batch"}
 CEILING_BYTES = 512 << 20  # of the large copies; never more than eight times what a call moves
 DEVICE_BYTES = 1 << 30  # between device memory: several times the L2 cache
@@ -50,6 +52,8 @@ class Options:
         Seconds per engine and direction of the sustained calls; 0: none.
     matmul : bool
         With a matrix product beside the sustained calls.
+    beside : str or None
+        "threads": beside a Python thread that counts, and only if asked.
     quick : bool
         Each measurement once: to try it out, not to quote.
     """
@@ -61,6 +65,7 @@ class Options:
     parts: Sequence[str] = PARTS
     sustained: float = 0.0
     matmul: bool = False
+    beside: str | None = None
     quick: bool = False
 
 
@@ -117,10 +122,12 @@ def _run(
         "batch": lambda: latency.batch_descriptors(device or 0, pace, tick),
         "cold": lambda: [cold_start(device, e) for e in _cold(device, tick)],
         "sustained": lambda: sustain(blocks, nbytes, device, options.sustained, options.matmul, tick),
+        "threads": lambda: beside_threads(model, nbytes, device, 0.1 if options.quick else _BESIDE_SECONDS, tick),
     }
     left_out = {name for name in PARTS if name not in options.parts}
     left_out |= _GPU_ONLY if device is None else set()
     left_out |= set() if options.sustained else {"sustained"}
+    left_out |= set() if options.beside == "threads" else {"threads"}
     return {
         "ok": True,
         "machine": _machine(device),

@@ -54,7 +54,8 @@ def _require_writable(path: Path) -> None:
 
 
 def _options(options: argparse.Namespace) -> Options:
-    parts = PARTS if options.only is None else options.only.split(",")
+    default = ["threads"] if options.beside else PARTS
+    parts = default if options.only is None else options.only.split(",")
     for name in parts:
         if name not in PARTS:
             raise LayoutError(f"part {name!r} is unknown; there are {', '.join(PARTS)}")
@@ -84,6 +85,7 @@ def _options(options: argparse.Namespace) -> Options:
         parts=parts,
         sustained=options.sustained,
         matmul=options.matmul,
+        beside=options.beside,
         quick=options.quick,
     )
 
@@ -169,6 +171,11 @@ def _times(report: dict[str, Any]) -> Rows:
             r["error"] or f"{r['first_milliseconds']:.0f} ms to the first block, {r['second_milliseconds']:.1f} again"
         )
         out.append(("cold start", f"{r['engine']}: {first}"))
+    for r in report["threads"] or ():
+        text = f"{r['gb_per_s']:.1f} GB/s beside a counting thread, {r['alone_gb_per_s']:.1f} alone, "
+        text += f"{r['in_flight']} in flight; enqueue p50 {r['enqueue_p50_microseconds']:.0f}, "
+        text += f"p99 {r['enqueue_p99_microseconds']:.0f} us; the thread at {r['thread_ratio']:.2f}"
+        out.append((f"threads {r['direction']}", f"{r['engine']}: {text}"))
     for r in report["sustained"] or ():
         text = f"p50 {r['p50_microseconds']:.0f}, p99 {r['p99_microseconds']:.0f} us, {r['gb_per_s']:.1f} GB/s"
         if r["matmul"]:

@@ -106,6 +106,9 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--sustained", type=_seconds, default=0.0, metavar="SECONDS", help="call after call, each engine"
     )
+    bench.add_argument(
+        "--beside", choices=("threads",), help="beside a Python thread that counts in a loop, and nothing else"
+    )
     bench.add_argument("--matmul", action="store_true", help="with --sustained: what each engine costs a bf16 matmul")
     bench.add_argument("--quick", action="store_true", help="measure everything once: to try it out, not to quote")
     bench.add_argument("--plot", metavar="FILE", help="draw bandwidth over run size (needs matplotlib)")
