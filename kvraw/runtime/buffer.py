@@ -21,7 +21,7 @@ from kvraw.errors import (
     PlacementError,
     TransferTimeoutError,
 )
-from kvraw.runtime.context import device_to_pin, gpu_at_hand
+from kvraw.runtime.context import device_to_pin, gpu_at_hand, require_device
 from kvraw.runtime.driver import driver, usable_here
 from kvraw.runtime.facts import HostFacts, observe
 from kvraw.runtime.host_map import HostMemory, HostOptions, attach_memory, borrow_memory, obtain_memory
@@ -73,10 +73,12 @@ class HostBuffer(InUse, Uncopied):
         nbytes = integer("nbytes", nbytes)
         if nbytes <= 0:
             raise BoundsError(f"nbytes is {nbytes}, must be positive")
+        if options is not None and not isinstance(options, HostOptions):
+            raise TypeError(f"options is {options!r}, must be HostOptions, such as HostOptions(populate=True)")
         chosen = options or _DEFAULTS
         target = device_to_pin(device, pin)
         if target is not None:
-            driver()  # before the work of populating
+            require_device(driver(), target)  # before the work of populating
         if chosen.kind == "pinned":
             if pin is False:
                 raise ValueError("pin is False, but kind is 'pinned'")
@@ -103,20 +105,31 @@ class HostBuffer(InUse, Uncopied):
 
     @classmethod
     def attach(
-        cls: type[B], name: str, nbytes: int | None = None, *, device: int | None = None, pin: bool | None = None
-    ) -> B:
+        cls: type[B], name: str, nbytes: int | None = None, *, device: int | None = None, pin: bool | None = None,
+        any_user: bool = False,
+    ) -> B:  # fmt: skip
         """Shared memory that another process created; it is never unlinked from here.
+
+        Parameters
+        ----------
+        any_user : bool
+            Take it whoever owns it, and can write to it: they can end this process by truncating it.
 
         Raises
         ------
         FileNotFoundError
             There is none of that name.
+        PermissionError
+            It is another user's (but root's), or others may write to it.
+        HostMemoryError
+            It is no regular file.
         BoundsError
             It is smaller than `nbytes`.
         """
         self = cls.__new__(cls)
         target = device_to_pin(device, pin)
-        self._adopt(attach_memory(name, None if nbytes is None else integer("nbytes", nbytes)), target, _DEFAULTS)
+        nbytes = None if nbytes is None else integer("nbytes", nbytes)
+        self._adopt(attach_memory(name, nbytes, any_user), target, _DEFAULTS)
         return self
 
     def _adopt(self, memory: HostMemory, target: int | None, options: HostOptions) -> None:
@@ -155,10 +168,12 @@ class HostBuffer(InUse, Uncopied):
         try:
             while self._ready < min(options.first_bytes, self.nbytes):
                 self._publish(self._preparation.advance())
-            if self._preparation.over:
+            if not self._preparation.over:
+                self._growth = Growth.start(self._preparation, weakref.WeakMethod(self._publish))
+            while self._growth is None and not self._preparation.over:  # no thread is to be had: then all of it now
+                self._publish(self._preparation.advance())
+            if self._growth is None:
                 self._preparation.stop()
-            else:
-                self._growth = Growth(self._preparation, weakref.WeakMethod(self._publish))
         except BaseException:
             self._preparation.stop()
             self._roll_back()
@@ -275,13 +290,14 @@ class HostBuffer(InUse, Uncopied):
 
         Where a step fails, the memory stays as it was, and unpinned.
         """
+        device = integer("device", device)
         self.require_open()
         if self.pinned:
             return
         with self._pin_lock:
             self.require_open()
             if not self.pinned:
-                driver()
+                require_device(driver(), device)
                 if self._growth is not None:
                     self.wait_ready()
                 self._prepare(device, fresh=False, extend=False)
@@ -377,10 +393,14 @@ class HostBuffer(InUse, Uncopied):
                 self._memory.segment.unlink()
             memory = self._memory
             hidden = bool(memory.registrations)
+            failures = memory.failures
             self._memory = memory.remains()
             give_up(memory.registrations)
             if hidden:
                 memory.hide_from_children(False)
+            del memory  # where no view keeps it, it goes now
+            if failures:
+                raise failures[0]
 
     def require_open(self) -> None:
         """Raise `ClosedError` where it was closed; `ForkError` where it was pinned by a parent process."""

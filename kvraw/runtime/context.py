@@ -6,10 +6,11 @@ import threading
 import weakref
 from types import TracebackType
 
+from kvraw.checks import integer
 from kvraw.errors import PlacementError
 from kvraw.runtime.driver import CudaDriver, driver, driver_here
 
-__all__ = ["DeviceScope", "active_device", "current_device", "device_to_pin", "gpu_at_hand"]
+__all__ = ["DeviceScope", "active_device", "current_device", "device_to_pin", "gpu_at_hand", "require_device"]
 
 _lock = threading.RLock()  # as all locks here: a finalizer may run in the midst of what its own thread has locked
 _NONE: dict[int, int] = {}
@@ -45,11 +46,13 @@ def device_to_pin(device: int | None, pin: bool | None) -> int | None:
     PlacementError
         It is to be pinned, but no device is named, and there is no context that somebody else asked for.
     """
+    if device is not None:
+        device = integer("device", device)
+        if device < 0:
+            raise PlacementError(f"device is {device}, must be >= 0")
     if pin is False:
         return None
     if device is not None:
-        if device < 0:
-            raise PlacementError(f"device is {device}, must be >= 0")
         return device
     if pin is None:
         return current_device() if gpu_at_hand() else None
@@ -59,6 +62,13 @@ def device_to_pin(device: int | None, pin: bool | None) -> int | None:
     return found
 
 
+def require_device(d: CudaDriver, device: int) -> None:
+    """Raise `PlacementError` where there is no such device."""
+    count = d.device_count()
+    if not 0 <= device < count:
+        raise PlacementError(f"device is {device}, must be in [0, {count})")
+
+
 def _primary_context(d: CudaDriver, device: int) -> int:
     found = _primary.get(d, _NONE).get(device)
     if found is not None:
@@ -66,9 +76,7 @@ def _primary_context(d: CudaDriver, device: int) -> int:
     with _lock:
         known = _primary.setdefault(d, {})
         if device not in known:
-            count = d.device_count()
-            if not 0 <= device < count:
-                raise PlacementError(f"device is {device}, must be in [0, {count})")
+            require_device(d, device)
             known[device] = d.primary_retain(device)
         return known[device]
 

@@ -1,4 +1,4 @@
-"""What memory really is: huge pages and NUMA nodes of a range, from /proc; the node of a GPU, from /sys."""
+"""What memory really is, from /proc and /sys: huge pages and NUMA nodes of a range; a GPU's node; limits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvraw.errors import KvrawError
+from kvraw.errors import HostMemoryError, KvrawError
 from kvraw.runtime.driver import driver
 
-__all__ = ["HostFacts", "device_node", "free_huge_pages", "nodes", "observe", "transparent_setting"]
+__all__ = [
+    "HostFacts",
+    "cgroup_limit",
+    "device_node",
+    "file_text",
+    "free_huge_pages",
+    "nodes",
+    "observe",
+    "require_memory",
+    "transparent_setting",
+]
 
 _HUGE = re.compile(r"^(AnonHugePages|ShmemPmdMapped|FilePmdMapped|Shared_Hugetlb|Private_Hugetlb): +(\d+) kB")
 _HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
@@ -106,3 +116,46 @@ def free_huge_pages(nbytes: int) -> tuple[int, int] | None:
         return None
     free, total = (int(Path(at, name).read_text()) for name in ("free_hugepages", "nr_hugepages"))
     return free, total
+
+
+def file_text(path: str | Path) -> str | None:
+    """Content of a small system file; None where it cannot be read."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def cgroup_limit(root: str = "/sys/fs/cgroup", listing: str = "/proc/self/cgroup") -> int | None:
+    """The least memory limit of this process's control groups and those above them, version 1 or 2."""
+    limits = []
+    for line in (file_text(listing) or "").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = (Path(root, "memory"), "memory.limit_in_bytes") if controllers else (Path(root), "memory.max")
+        # In a container the group's own path may lie outside what is mounted: its parents' files answer then.
+        inner = top / group.lstrip("/")
+        limits += [file_text(at / name) for at in (inner, *inner.parents) if at == top or top in at.parents]
+    numbers = [int(text) for text in limits if text and text.isdigit()]
+    return min((n for n in numbers if n < 1 << 60), default=None)  # version 1 writes "none" as a number near 2**63
+
+
+def require_memory(nbytes: int) -> None:
+    """Raise where this much memory can never be backed: the kernel would end the process once it has taken the most.
+
+    Raises
+    ------
+    HostMemoryError
+        Names the limit.
+    """
+    swap = re.search(r"^SwapTotal: +(\d+) kB", file_text("/proc/meminfo") or "", re.M)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + (int(swap[1]) << 10 if swap else 0)
+    group = cgroup_limit()
+    limit = machine if group is None else min(machine, group)
+    if nbytes > limit:
+        whose = "the control group's limit is" if limit == group else "the machine has"
+        more = ", or raise it (memory.max, a container's --memory)" if limit == group else ""
+        raise HostMemoryError(
+            f"cannot back {nbytes} bytes of host memory with pages: {whose} {limit} bytes; ask for less{more}"
+        )

@@ -76,6 +76,10 @@ class HostOptions:
     def __post_init__(self) -> None:
         if self.kind not in ("anonymous", "huge-2MiB", "huge-1GiB", "shared", "pinned"):
             raise ValueError(f"kind is {self.kind!r}, must be anonymous, huge-2MiB, huge-1GiB, shared or pinned")
+        if self.name is not None and not isinstance(self.name, str):
+            raise TypeError(f"name is {self.name!r}, must be a string")
+        if self.progress is not None and not callable(self.progress):
+            raise TypeError(f"progress is {self.progress!r}, must be callable")
         if self.name is not None and self.kind != "shared":
             raise ValueError(f"name is {self.name!r}, but kind is {self.kind!r}; only shared memory has a name")
         if self.node is not None and self.kind == "pinned":
@@ -108,23 +112,34 @@ class HostMemory:
     registrations : list of Registration
         Of the memory, in order. They end with it where nobody ends them before: whoever still has a view, such as a
         transfer under way, has pinned memory.
+    failures : list of DriverError
+        Why the driver would not take back what it allocated; filled once nothing refers to the memory any more.
     """
 
-    def __init__(self, address: int, nbytes: int, kind: str, release: Callable[[], None] | None, owner: Any = None):
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        kind: str,
+        release: Callable[[], None] | None,
+        owner: Any = None,
+        segment: shm.Segment | None = None,
+    ) -> None:
         self.address, self.nbytes, self.kind, self.owner = address, nbytes, kind, owner
         self.huge_pages = "no"
         self.node: int | None = None
         self.degraded: list[str] = []
         self.shift: int | None = None
-        self.segment: shm.Segment | None = None
+        self.segment = segment
         self.owned = release is not None
         self.hidden_from_children: list[bool] = [False]
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
         self.registrations: list[Registration] = []
-        span = (address, nbytes)
+        self.failures: list[DriverError] = []
         self._finalizer = weakref.finalize(
-            self, _release, os.getpid(), span, self.registrations, self.hidden_from_children, release, owner
-        )
+            self, _release, os.getpid(), (address, nbytes), segment, self.registrations, self.hidden_from_children,
+            release, self.failures, owner,
+        )  # fmt: skip
         self._finalizer.atexit = False  # threads, and views in other exit functions, may still use it
 
     def discard(self) -> None:
@@ -168,11 +183,15 @@ class HostMemory:
 def _release(
     pid: int,
     span: tuple[int, int],
+    segment: shm.Segment | None,
     registrations: list[Registration],
     hidden: list[bool],
     release: Callable[[], None] | None,
+    failures: list[DriverError],
     owner: object,
 ) -> None:
+    if segment is not None:
+        segment.unlink()  # the name goes in any case, also where the memory has to stay
     if pid == os.getpid():
         with contextlib.suppress(DriverError):
             give_up(registrations)
@@ -182,7 +201,11 @@ def _release(
     elif hidden[0]:
         return  # a forked child never had it mapped; something else may be there by now
     if release is not None:
-        release()
+        try:
+            release()
+        except DriverError as error:
+            _log.error("%d bytes at %#x stay allocated: %s", span[1], span[0], error)
+            failures.append(error)
 
 
 def _unmapper(address: int, nbytes: int) -> Callable[[], None]:
@@ -264,14 +287,7 @@ def _bind(memory: HostMemory, node: int | str, device: int | None, strict: bool)
 
 def _shared(segment: shm.Segment) -> HostMemory:
     address, nbytes = segment.address, segment.nbytes
-
-    def release() -> None:
-        segment.unlink()
-        libc.unmap(address, nbytes)
-
-    memory = HostMemory(address, nbytes, "shared", release)
-    memory.segment = segment
-    return memory
+    return HostMemory(address, nbytes, "shared", _unmapper(address, nbytes), segment=segment)
 
 
 def _pinned(nbytes: int, device: int) -> HostMemory:
@@ -335,10 +351,10 @@ def obtain_memory(nbytes: int, options: HostOptions, device: int | None, pin_dev
     return memory
 
 
-def attach_memory(name: str, nbytes: int | None) -> HostMemory:
+def attach_memory(name: str, nbytes: int | None, any_user: bool) -> HostMemory:
     """Shared memory of another process."""
     try:
-        return _shared(shm.attach_segment(name, nbytes))
+        return _shared(shm.attach_segment(name, nbytes, any_user=any_user))
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.EAGAIN):
             raise HostMemoryError(f"cannot map shared memory {name!r}: {error}") from error

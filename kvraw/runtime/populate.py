@@ -17,6 +17,9 @@ __all__ = ["Populator", "interpreter_ends", "populate_threads", "touch"]
 # Bytes per call. Each holds up whoever maps memory (new threads, malloc, the driver) while it runs.
 PIECE = 8 << 20
 
+# What a kernel before Linux 5.14 says to `MADV_POPULATE_WRITE`, and a sandbox that does not let madvise through.
+_NOT_OFFERED = (errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP)
+
 
 def populate_threads() -> int:
     """Threads that populate: `KVRAW_HOST_THREADS`, else the usable cores, at most 16."""
@@ -38,8 +41,8 @@ class Populator:
     threads : int
         How many.
     fresh : bool
-        Nobody else uses the memory yet, so that a kernel without `MADV_POPULATE_WRITE` (before Linux 5.14) may be
-        helped by writing to it. Memory in use is left to what touches it next instead.
+        Nobody else uses the memory yet, so that where `MADV_POPULATE_WRITE` is not to be had it is written to instead.
+        Memory in use is left to what touches it next.
     owner : object
         Kept alive while threads run.
     """
@@ -60,7 +63,10 @@ class Populator:
         try:
             for k in range(max(1, min(threads, len(self._starts)))):
                 thread = threading.Thread(target=self._work, name=f"kvraw-populate-{k}")
-                thread.start()
+                try:
+                    thread.start()
+                except (RuntimeError, MemoryError):  # a limit of threads or of address space: fewer will do, or none
+                    break
                 self._threads.append(thread)
             self._gate.set()
         except BaseException:
@@ -76,27 +82,34 @@ class Populator:
 
     def _work(self) -> None:
         self._gate.wait()
-        while (piece := self._take()) is not None:
-            error: BaseException | None = None
-            try:
-                self._populate(self._starts[piece])
-            except BaseException as caught:
-                error = caught
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Populate the next piece; whether there was one."""
+        try:
+            piece = self._take()
+            if piece is None:
+                return False
+            self._populate(self._starts[piece])
             with self._changed:
-                if error is not None:
-                    self._error = self._error or error
-                else:
-                    self._done[piece] = 1
-                    while self._reached < len(self._done) and self._done[self._reached]:
-                        self._reached += 1
+                self._done[piece] = 1
+                while self._reached < len(self._done) and self._done[self._reached]:
+                    self._reached += 1
                 self._changed.notify_all()
+        except BaseException as caught:  # whatever it is: whoever waits for the piece must learn of it
+            with self._changed:
+                self._error = self._error or caught
+                self._changed.notify_all()
+            return False
+        return True
 
     def _populate(self, start: int) -> None:
         size = min(PIECE, self._nbytes - start)
         try:
             libc.advise(self._address + start, size, libc.POPULATE_WRITE)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in _NOT_OFFERED:
                 raise HostMemoryError(
                     f"cannot populate {self._nbytes} bytes of host memory, stopped at {start}: {error}; ask for less, "
                     f"or free memory (of the NUMA node, where the memory is bound to one)"
@@ -113,14 +126,18 @@ class Populator:
             The memory is not to be had.
         """
         pieces = -(-nbytes // PIECE)
-        with self._changed:
-            # The timeout lets a thread notice that the interpreter ends and the workers left.
-            while self._reached < pieces:
+        while True:
+            with self._changed:
+                if self._reached >= pieces:
+                    return
                 if self._error is not None:
                     raise self._error
-                if self._stopping or not any(t.is_alive() for t in self._threads):
-                    raise HostMemoryError(f"populating was stopped at {self._reached * PIECE} bytes")
-                self._changed.wait(0.1)
+                if any(t.is_alive() for t in self._threads):
+                    # The timeout lets a thread notice that the interpreter ends and the workers left.
+                    self._changed.wait(0.1)
+                    continue
+            if not self._step() and self._error is None:  # none of them lives: then this thread
+                raise HostMemoryError(f"populating was stopped at {self._reached * PIECE} bytes")
 
     def stop(self) -> None:
         """Have the threads end, and wait for them: some tens of milliseconds. Idempotent."""

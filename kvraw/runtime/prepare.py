@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from kvraw.errors import DriverError
+from kvraw.runtime import facts
 from kvraw.runtime.host_map import HostMemory
 from kvraw.runtime.populate import Populator, interpreter_ends
 from kvraw.runtime.register import Registration
@@ -53,6 +54,8 @@ class Preparation:
         fresh: bool,
         alone: bool = False,
     ) -> None:
+        if threads and not memory.kind.startswith("huge-"):  # explicit huge pages have limits of their own
+            facts.require_memory(memory.nbytes)
         self._memory: HostMemory | None = memory
         self._nbytes, self._device = memory.nbytes, device
         self._first, self._step = min(first, step), step
@@ -135,7 +138,18 @@ class Growth:
         self._stopping = threading.Event()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvraw-grow")
-        self._thread.start()
+
+    @classmethod
+    def start(
+        cls, preparation: Preparation, publish: weakref.WeakMethod[Callable[[Registration | None], None]]
+    ) -> Growth | None:
+        """Begin; None where no thread is to be had."""
+        self = cls(preparation, publish)
+        try:
+            self._thread.start()
+        except (RuntimeError, MemoryError):
+            return None
+        return self
 
     @property
     def running(self) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +12,10 @@ from kvraw.adapters.lmcache._place import this_device
 from kvraw.engines import device_state
 from kvraw.errors import BoundsError, DriverError, KvrawError
 from kvraw.runtime.driver import driver_or_none, usable_here
+from kvraw.runtime.host_map import HostOptions
 from kvraw.runtime.memory import Registration
 from kvraw.runtime.pool import HostPool
+from kvraw.runtime.register import is_registered
 
 __all__ = [
     "alloc_hugepage_pinned_numa_ptr",
@@ -88,12 +88,20 @@ def _pin(address: int, nbytes: int, owner: object = None) -> Registration | None
     return None if driver_or_none() is None else Registration(address, nbytes, this_device(), owner=owner)
 
 
+def _unmap_unregistered(address: int, nbytes: int) -> None:
+    """Give memory back that could not be pinned; what the driver would not unregister stays mapped."""
+    if not is_registered(address, nbytes):
+        with contextlib.suppress(RuntimeError):
+            _host.unmap(address, nbytes)
+
+
 def alloc_pinned_ptr(size: int, flags: int = 0, *, device_id: int | None = None) -> int:
     """Pinned, mapped, zeroed memory, page-aligned; without a CUDA driver it is pageable.
 
     `flags` and `device_id` are accepted and change nothing: the memory is pinned for every device.
     """
-    pool = HostPool(_size(size), device=None if driver_or_none() is None else this_device())
+    device = None if driver_or_none() is None else this_device()
+    pool = HostPool(_size(size), device=device, options=HostOptions(populate=True))
     return _keep(pool.address, _Block("pinned", size, pool.close))
 
 
@@ -109,11 +117,10 @@ def _mapped(kind: str, size: int, *, node: int | None, huge: bool, pin: bool) ->
     try:
         if node is not None:
             _host.bind(address, length, node)
-        _host.populate(address, length)
+        _host.populate(address, length, huge=huge)
         registration = _pin(address, length) if pin else None
     except BaseException:
-        with contextlib.suppress(RuntimeError):
-            _host.unmap(address, length)
+        _unmap_unregistered(address, length)
         raise
 
     def release() -> None:
@@ -167,24 +174,24 @@ def free_hugepage_pinned_numa_ptr(ptr: int, size: int = 0) -> None:
 def alloc_shm_pinned_ptr(size: int, shm_name: str = "") -> int:
     """A shared segment of this name (one is made up if empty), pinned where there is a CUDA driver.
 
-    A segment of the same name is stale, and is unlinked first.
+    A segment of the same name is stale, and is unlinked first. The segment is unlinked when the process exits; what
+    one that was killed left is swept by the next one that allocates shared memory.
     """
-    nbytes, name = _size(size), shm_name or f"kvraw_{os.getpid()}_{secrets.token_hex(4)}"
-    address = _host.create_shared(name, nbytes)
+    nbytes = _size(size)
+    segment = _host.create_shared(shm_name, nbytes)
+    address = segment.address
     try:
         registration = _pin(address, nbytes)
     except BaseException:
-        _host.unlink_shared(name)
-        _host.unmap(address, nbytes)
+        segment.unlink()
+        _unmap_unregistered(address, nbytes)
         raise
 
     def release() -> None:
-        try:
-            if registration is not None:
-                registration.close()
-            _host.unmap(address, nbytes)
-        finally:
-            _host.unlink_shared(name)
+        segment.unlink()  # by its inode: another process may have made the name anew
+        if registration is not None:
+            registration.close()
+        _host.unmap(address, nbytes)
 
     return _keep(address, _Block("shm_pinned", nbytes, release))
 
