@@ -1,4 +1,4 @@
-"""What a test may leave behind: mappings of this process, names in /dev/shm, registrations."""
+"""What a test may leave behind: mappings of this process, names of shared memory, registrations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from kvraw.runtime import shm
 from kvraw.runtime.register import registered_bytes
 
 _WRITABLE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw")
@@ -23,7 +24,7 @@ def mapped() -> int:
 
 def _names() -> list[str]:
     """Segments of this process; tests beside this one have others."""
-    return sorted(name for name in os.listdir("/dev/shm") if str(os.getpid()) in name)
+    return sorted(name for name in os.listdir(shm.FOLDER) if str(os.getpid()) in name)
 
 
 @contextlib.contextmanager
