@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import shutil
+import subprocess
+import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters.lmcache import _host, _memory
+from kvraw.runtime import facts, shm
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver
+from kvraw.runtime.driver import driver, driver_or_none
 from kvraw.runtime.memory import locate
 
 KINDS = ["pinned", "numa", "pinned_numa", "shm_pinned"]
@@ -105,6 +112,112 @@ def test_shared_segments() -> None:
     assert not path.exists()
     with pytest.raises(ValueError, match="a name without slashes"):
         ops.alloc_shm_pinned_ptr(8, "a/b")
+
+
+START = """
+import os, signal, sys
+import kvraw.adapters.lmcache as ops
+from kvraw.runtime import shm
+shm.FOLDER = sys.argv[1]
+ptr = ops.alloc_shm_pinned_ptr(1 << 20, sys.argv[2])
+print(os.listdir(shm.FOLDER), flush=True)
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of segments of its own: others of this machine are swept by whoever comes by."""
+    path = Path(f"/dev/shm/kvraw-tests-{uuid.uuid4().hex}")
+    path.mkdir()
+    monkeypatch.setattr(shm, "FOLDER", str(path))
+    yield path
+    left = sorted(path.iterdir())
+    shutil.rmtree(path)
+    assert not left
+
+
+@pytest.mark.parametrize("name", ["", "/lm-segment"])
+@pytest.mark.parametrize("end", ["", "1 / 0", "os.kill(os.getpid(), signal.SIGTERM)", "os._exit(0)"])
+def test_shared_segments_of_a_process_that_ends(folder: Path, name: str, end: str) -> None:
+    command = [sys.executable, "-c", START + end, str(folder), name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("kvraw-") == 1
+    assert "/" in end or not done.stderr
+    assert any(folder.iterdir()) == ("os." in end)  # what it had no chance to remove ...
+    ops.free_shm_pinned_ptr(ops.alloc_shm_pinned_ptr(4096))  # ... the next one sweeps
+    assert not any(folder.iterdir())
+
+
+def test_a_free_takes_no_segment_that_another_process_made(folder: Path) -> None:
+    ptr = ops.alloc_shm_pinned_ptr(4096, "lm-segment")
+    code = START + "sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder), "lm-segment"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with other:
+        assert other.stdout is not None
+        assert b"lm-segment" in other.stdout.readline()
+        ops.free_shm_pinned_ptr(ptr, 4096, "lm-segment")
+        assert kvraw.sweep_shared_memory() == []
+        assert (folder / "lm-segment").stat().st_size == 1 << 20
+        other.communicate()
+    assert other.returncode == 0
+
+
+def test_a_shared_segment_that_cannot_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "taken").mkdir()
+    with pytest.raises(RuntimeError, match=r"shm_open failed: 'taken', 4096 bytes: cannot replace"):
+        ops.alloc_shm_pinned_ptr(4096, "taken")
+    (folder / "taken").rmdir()
+    monkeypatch.setattr(shm, "FOLDER", "/nowhere")
+    with pytest.raises(RuntimeError, match=r"shm_open failed: 'x', 4096 bytes: .*/nowhere is not there"):
+        ops.alloc_shm_pinned_ptr(4096, "x")
+
+
+@pytest.mark.parametrize("place", [None, 0])
+def test_pinned_memory_is_backed(place: int | None, request: pytest.FixtureRequest) -> None:
+    """The first pass over it costs no page faults, with a driver or without one."""
+    if place is not None:
+        request.getfixturevalue("fake")
+    elif driver_or_none() is not None:
+        pytest.skip("there is a driver")
+    size = 8 << 20
+    ptr = ops.alloc_pinned_ptr(size)
+    pages = [int(value[:-3]) for value in smaps(ptr, "Rss")]
+    assert sum(pages) * 1024 >= size
+    ops.free_pinned_ptr(ptr)
+
+
+def smaps(address: int, key: str) -> list[str]:
+    """What the kernel says of the mapping that an address lies in."""
+    with open("/proc/self/smaps") as file:
+        text = file.read()
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
+        begin, end = (int(x, 16) for x in part.split(" ", 1)[0].split("-"))
+        if begin <= address < end:
+            return re.findall(rf"^{key}: +(.*)$", part, re.M)
+    return []
+
+
+@pytest.mark.parametrize("kind", ["pinned", "pinned_numa", "numa", "shm_pinned"])
+def test_more_than_the_control_group_may_have(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(facts, "cgroup_limit", lambda: 4096)
+    error = MemoryError if kind == "pinned" else RuntimeError
+    with pytest.raises(error, match=r"8192 bytes of host memory.*the control group's limit is 4096 bytes"):
+        alloc(kind, 8192)
+
+
+@pytest.mark.parametrize("kind", ["pinned_numa", "shm_pinned"])
+def test_memory_that_the_driver_keeps_stays_mapped(fake: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    unmapped: list[int] = []
+    real = _host.unmap
+    monkeypatch.setattr(_host, "unmap", lambda *a: (unmapped.append(a[0]), real(*a))[1])
+    monkeypatch.setenv("KVRAW_REGISTER_BYTES", str(2 << 20))
+    fake.fail("host_register", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+    fake.fail("host_unregister", 1, "CUDA_ERROR_LAUNCH_FAILED")
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        alloc(kind, 4 << 20)
+    assert not unmapped
 
 
 @pytest.mark.parametrize("kind", ["pinned", "pinned_numa", "shm_pinned"])

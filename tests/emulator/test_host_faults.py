@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -176,6 +177,49 @@ def test_memory_that_the_driver_keeps_after_a_rollback_stays_mapped(fake: FakeDr
             kvraw.HostPool(SIZE, device=0, options=options())
     assert blocks(fake) == 1
     np.asarray(populate._Bytes(seen[2], STEP))[:] = 1
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_shared_pool_that_cannot_be_pinned_keeps_no_name(
+    fake: FakeDriver, caplog: pytest.LogCaptureFixture, later: bool
+) -> None:
+    """Also where the driver will not undo a registration, and the memory has to stay mapped."""
+    name = f"kvraw-stuck-{os.getpid()}"
+    path = Path("/dev/shm") / name
+    chosen = options("shared", name=name)
+    fake.fail("host_register", 3, RESULT)
+    fake.fail("host_unregister", 1, RESULT)
+    if later:
+        pool = kvraw.HostPool(SIZE, pin=False, options=chosen)
+        with pytest.raises(DriverError, match="host_register failed"):
+            pool.pin(0)
+        assert path.exists()
+        pool.close()
+        gc.collect()  # the error, and the frames that it came by
+    else:
+        with pytest.raises(DriverError, match="host_register failed"):
+            kvraw.HostPool(SIZE, device=0, options=chosen)
+    assert not path.exists()
+    assert "stay mapped" in caplog.text
+    assert blocks(fake) == 1
+    with kvraw.HostPool(SIZE, pin=False, options=chosen) as pool:
+        assert pool.name == name
+
+
+def test_memory_that_the_driver_will_not_free(fake: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    pool = kvraw.HostPool(SIZE, device=0, options=options("pinned"))
+    fake.fail("host_free", 1, RESULT)
+    with pytest.raises(DriverError, match="host_free failed"):
+        pool.close()
+    pool.close()
+    assert blocks(fake) == 1
+    pool = kvraw.HostPool(SIZE, device=0, options=options("pinned"))
+    view = pool.view(pool.address, 1)
+    pool.close()  # it is not to be freed yet
+    fake.fail("host_free", 1, RESULT)
+    caplog.clear()
+    del view
+    assert f"{SIZE} bytes at {pool.address:#x} stay allocated: host_free failed" in caplog.text
 
 
 def aligned(nbytes: int) -> tuple[np.ndarray, int]:

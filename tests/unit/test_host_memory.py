@@ -102,15 +102,92 @@ def test_memory_that_cannot_be_populated(monkeypatch: Patch, nth: int) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("kvraw-populate")]
 
 
-def test_an_old_kernel_has_its_pages_touched(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(libc, "advise", failing_advice(libc.POPULATE_WRITE, errno.EINVAL))
-    with kvraw.HostPool(SIZE, options=HostOptions(populate=True)) as pool:
+# An old kernel, and what sandboxes say to a call that they do not let through.
+NOT_OFFERED = [errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP]
+
+
+@pytest.mark.parametrize("number", NOT_OFFERED)
+@pytest.mark.parametrize("kind", ["anonymous", "shared"])
+def test_pages_are_touched_where_they_cannot_be_asked_for(monkeypatch: Patch, kind: str, number: int) -> None:
+    def refuse(address: int, nbytes: int, advice: int) -> None:
+        raise OSError(number, "injected")
+
+    monkeypatch.setattr(libc, "advise", refuse)
+    with kvraw.HostPool(SIZE, options=HostOptions(kind=kind, populate=True)) as pool:  # type: ignore[arg-type]
+        assert not pool.view(pool.address, SIZE).any()
         nodes = pool.info()["nodes"]
         assert nodes is None or sum(nodes.values()) == SIZE  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("started", [0, 1])
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+@pytest.mark.parametrize("grow", [False, True])
+def test_where_threads_are_not_to_be_had(monkeypatch: Patch, started: int, error: type[Exception], grow: bool) -> None:
+    """Those that start do the work, else this thread does."""
+    real, left, populating = threading.Thread.start, [started], set()
+
+    def start(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise error("injected")
+        real(thread)
+
+    def advise(address: int, nbytes: int, advice: int) -> None:
+        if advice == libc.POPULATE_WRITE:
+            populating.add(threading.current_thread())
+        advise_really(address, nbytes, advice)
+
+    advise_really = libc.advise
+    monkeypatch.setattr(libc, "advise", advise)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    options = HostOptions(populate=True, grow=grow, first_bytes=16 * MIB, step_bytes=16 * MIB, threads=4)
+    with nothing_left(SIZE), kvraw.HostPool(SIZE, pin=False, options=options) as pool:
+        pool.wait_ready(60)
+        assert (pool.ready_bytes, pool.info()["growing"]) == (SIZE, False)
+        assert (threading.main_thread() in populating) == (grow or not started)
+        assert pool.info()["nodes"] in (None, {0: SIZE})
+
+
+def test_a_helper_that_dies_is_noticed(monkeypatch: Patch) -> None:
+    def short(*args: object) -> None:
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(populate.Populator, "_take", short)
+    with nothing_left(SIZE), pytest.raises(MemoryError, match="injected"):
+        kvraw.HostPool(SIZE, options=HostOptions(populate=True, threads=2))
+
+
+@pytest.mark.parametrize("kind", ["anonymous", "shared"])
+def test_more_than_the_control_group_may_have(monkeypatch: Patch, fake: FakeDriver, kind: str) -> None:
+    """An error before any page is touched; memory that is backed by use alone may be as large as it likes."""
+    touched: list[int] = []
+    monkeypatch.setattr(facts, "cgroup_limit", lambda: SIZE - 4096)
+    for module, call in ((libc, "advise"), (os, "posix_fallocate"), (FakeDriver, "host_register")):
+        monkeypatch.setattr(module, call, lambda *a: touched.append(1))
+    message = rf"{SIZE} bytes of host memory.*control group's limit is {SIZE - 4096} bytes"
+    for wanted in ({"device": 0}, {"options": {"populate": True}}, {"options": {"populate": True, "grow": True}}):
+        options = HostOptions(kind=kind, **wanted.pop("options", {}))  # type: ignore[call-overload, arg-type]
+        with nothing_left(SIZE), pytest.raises(kvraw.HostMemoryError, match=message):
+            kvraw.HostPool(SIZE, options=options, **wanted)  # type: ignore[arg-type]
+    if kind == "anonymous":
+        assert all(n == 1 for n in touched)
+        touched.clear()  # advice of huge pages
+        with kvraw.HostPool(SIZE, pin=False) as pool:
+            touched.clear()
+            with pytest.raises(kvraw.HostMemoryError, match=message):
+                pool.pin(0)
+            assert not pool.pinned
+    assert not touched
+    monkeypatch.setattr(facts, "cgroup_limit", lambda: SIZE)
+    facts.require_memory(SIZE)
+    monkeypatch.setattr(facts, "cgroup_limit", lambda: None)
+    facts.require_memory(SIZE)
+    with pytest.raises(kvraw.HostMemoryError, match=r"the machine has \d+ bytes; ask for less$"):
+        facts.require_memory(1 << 60)
+
+
 def test_memory_in_use_is_not_touched(monkeypatch: Patch, fake: FakeDriver) -> None:
-    monkeypatch.setattr(libc, "advise", failing_advice(libc.POPULATE_WRITE, errno.EINVAL))
+    monkeypatch.setattr(libc, "advise", failing_advice(libc.POPULATE_WRITE, errno.EPERM))
     with (
         kvraw.HostPool(MIB, pin=False, options=HostOptions(kind="shared")) as pool,
         kvraw.HostPool(MIB, pin=False) as private,
@@ -196,11 +273,38 @@ def test_the_node_of_a_gpu_that_is_not_there(caplog: pytest.LogCaptureFixture) -
         ({"step_bytes": -1}, kvraw.BoundsError, "step_bytes is -1"),
         ({"step_bytes": 512 << 30}, kvraw.BoundsError, "step_bytes is 549755813888, must be at most"),
         ({"first_bytes": 0}, kvraw.BoundsError, "first_bytes is 0"),
+        ({"kind": "shared", "name": 5}, TypeError, "name is 5, must be a string"),
+        ({"progress": 1}, TypeError, "progress is 1, must be callable"),
     ],
 )
 def test_bad_options(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         HostOptions(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [kvraw.HostPool, kvraw.HostBuffer])
+def test_bad_arguments(fake: FakeDriver, make: type[kvraw.HostBuffer]) -> None:
+    bad: list[tuple[dict[str, object], type[Exception], str]] = [
+        ({"options": {}}, TypeError, r"options is \{\}, must be HostOptions"),
+        ({"options": {"kind": "shared"}}, TypeError, r"options is \{'kind': 'shared'\}, must be HostOptions"),
+        ({"options": "shared"}, TypeError, "options is 'shared', must be HostOptions"),
+        ({"device": "cuda"}, TypeError, "device is 'cuda', must be an integer"),
+        ({"device": "cuda", "pin": False}, TypeError, "device is 'cuda', must be an integer"),
+        ({"device": True}, TypeError, "device is True, must be an integer"),
+        ({"device": -1}, kvraw.PlacementError, "device is -1, must be >= 0"),
+        ({"device": 2}, kvraw.PlacementError, r"device is 2, must be in \[0, 2\)"),
+    ]
+    for arguments, error, message in bad:
+        with nothing_left(SIZE), pytest.raises(error, match=message):
+            make(SIZE, **arguments)  # type: ignore[arg-type]
+    with make(SIZE, pin=False) as pool:
+        for device, error in (("cuda", TypeError), (2, kvraw.PlacementError)):
+            with pytest.raises(error, match=f"device is {device!r}, must be"):
+                pool.pin(device)  # type: ignore[arg-type]
+        for others in ({"device": "cuda"}, {"device": "cuda", "pin": True}):
+            with pytest.raises(TypeError, match="device is 'cuda'"):
+                make.from_pointer(pool.address, SIZE, **others)  # type: ignore[arg-type]
+    assert not fake.live()["blocks"]
 
 
 @pytest.mark.parametrize("text", ["0", "1000", str(512 << 30), "many"])
