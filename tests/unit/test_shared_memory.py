@@ -294,20 +294,24 @@ import kvraw
 from kvraw.runtime import shm
 from kvraw.runtime.host_map import HostOptions
 
-def work(folder, names):
+def work(folder, how, name, names):
     global pool
     shm.FOLDER = folder
-    pool = kvraw.HostPool(1 << 20, options=HostOptions(kind="shared", name="of-a-child"))
-    names.put(sorted(os.listdir(folder)))
+    pool = kvraw.HostPool(1 << 20, options=HostOptions(kind="shared", name=name))
+    if name == "of-a-child":
+        child = multiprocessing.get_context(how).Process(target=work, args=(folder, how, "of-its-child", names))
+        child.start()
+        child.join()
+        names.put(sorted(os.listdir(folder)))
 
 if __name__ == "__main__":
     shm.FOLDER, how = sys.argv[1:]
     parents = kvraw.HostPool(1 << 20, options=HostOptions(kind="shared", name="of-the-parent"))
     context = multiprocessing.get_context(how)
     names = context.SimpleQueue()
-    child = context.Process(target=work, args=(shm.FOLDER, names))
+    child = context.Process(target=work, args=(shm.FOLDER, how, "of-a-child", names))
     child.start()
-    assert {"of-a-child", "of-the-parent"} <= set(names.get())
+    assert [name for name in names.get() if not name.startswith("kvraw-")] == ["of-a-child", "of-the-parent"]
     child.join()
     left = os.listdir(shm.FOLDER)
     assert child.exitcode == 0
@@ -394,11 +398,12 @@ def test_sweep_leaves_what_kvraw_did_not_create(tmp_path: Path) -> None:
     own = f"kvraw-{os.getpid()}-{'0' * 12}"
     link, plain, open_to_all = SHM / own, SHM / "kvraw-mine", SHM / own.replace("0" * 12, "1" * 12)
     fifo = SHM / own.replace("0" * 12, "2" * 12)
-    link.symlink_to(tmp_path)
-    plain.write_bytes(b"x")
+    (tmp_path / "mine").touch(0o600)
+    link.symlink_to(tmp_path / "mine")
+    plain.touch(0o600)
     open_to_all.write_bytes(b"x")
     open_to_all.chmod(0o666)
-    os.mkfifo(fifo)
+    os.mkfifo(fifo, 0o600)
     with kvraw.HostPool(4096, options=HostOptions(kind="shared", name="living")):
         there = names()
         for prefix in ("", "kvraw-", "living"):
