@@ -28,7 +28,7 @@ from kvraw.runtime.host_map import HostMemory, HostOptions, attach_memory, borro
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.inuse import InUse, Running
 from kvraw.runtime.populate import populate_threads
-from kvraw.runtime.prepare import Growth, Preparation
+from kvraw.runtime.prepare import Growth, Preparation, preparation_account
 from kvraw.runtime.register import Registration, give_up
 
 __all__ = ["HostBuffer"]
@@ -117,12 +117,10 @@ class HostBuffer(InUse, Uncopied):
 
         Raises
         ------
-        FileNotFoundError
-            There is none of that name.
+        FileNotFoundError, HostMemoryError
+            There is none of that name; or it is no regular file.
         PermissionError
             It is another user's (but root's), or others may write to it.
-        HostMemoryError
-            It is no regular file.
         BoundsError
             It is smaller than `nbytes`.
         """
@@ -193,20 +191,7 @@ class HostBuffer(InUse, Uncopied):
         preparation = self._preparation = self._plan(
             device, self._options.step_bytes or config.REGISTER_BYTES.get(), fresh
         )
-        made: list[Registration] = []
-        try:
-            while not preparation.over:
-                registration = preparation.advance()
-                if registration is not None:
-                    made.append(registration)
-                self._report(preparation.reached)
-        except BaseException:
-            preparation.stop()
-            with contextlib.suppress(RuntimeError):  # the first error is the one to tell
-                give_up(made)
-            self._memory.shift = None
-            raise
-        preparation.stop()
+        made = preparation.complete(self._report)
         self._memory.registrations += made
         self._memory.hide_from_children(bool(made))
         self._facts = None
@@ -323,35 +308,23 @@ class HostBuffer(InUse, Uncopied):
         ``huge_page_bytes`` and ``nodes`` are the kernel's own account, looked up once after each change of state (None
         where it gives none); ``degraded`` lists what was asked for and not obtained.
         """
-        memory = self._memory
         with self._lock:
             if self._facts is None and not self._closed and not self._forked:
                 found = observe(self.address, self.nbytes)
                 self._facts = found if self._growth is None or not self._growth.running else None
             else:
                 found = self._facts or HostFacts()
-            growth, preparation = self._growth, self._preparation
+            allocated = self._memory.kind == "pinned" and not self._closed
             return {
-                "nbytes": self.nbytes,
-                "kind": memory.kind,
-                "name": self.name,
                 "pinned": self.pinned,
-                "pinned_bytes": self.nbytes
-                if memory.kind == "pinned" and not self._closed
-                else sum(r.nbytes for r in self._memory.registrations),
-                "registrations": len(self._memory.registrations),
-                "huge_pages": memory.huge_pages,
+                "pinned_bytes": self.nbytes if allocated else sum(r.nbytes for r in self._memory.registrations),
                 "huge_page_bytes": found.huge_bytes,
-                "node": memory.node,
                 "nodes": found.nodes,
-                "degraded": list(memory.degraded),
                 "ready_bytes": self._ready,
-                "growing": growth is not None and growth.running,
-                "growth_error": None if growth is None or growth.error is None else str(growth.error),
-                "populate_seconds": None if preparation is None else preparation.populate_seconds,
-                "register_seconds": None if preparation is None else preparation.register_seconds,
                 "in_flight": len(self._busy),
                 "closed": self._closed,
+                **self._memory.account(),
+                **preparation_account(self._preparation, self._growth),
             }
 
     # lifetime

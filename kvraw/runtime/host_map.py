@@ -152,6 +152,18 @@ class HostMemory:
         left.huge_pages, left.node, left.degraded = self.huge_pages, self.node, self.degraded
         return left
 
+    def account(self) -> dict[str, object]:
+        """What was obtained, for `HostBuffer.info`."""
+        return {
+            "nbytes": self.nbytes,
+            "kind": self.kind,
+            "name": None if self.segment is None else self.segment.name,
+            "registrations": len(self.registrations),
+            "huge_pages": self.huge_pages,
+            "node": self.node,
+            "degraded": list(self.degraded),
+        }
+
     def array(self) -> np.ndarray:
         """The whole range as bytes; keeps the memory."""
         return np.asarray(self)

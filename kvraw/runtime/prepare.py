@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -12,9 +13,9 @@ from kvraw.errors import DriverError
 from kvraw.runtime import facts
 from kvraw.runtime.host_map import HostMemory
 from kvraw.runtime.populate import Populator, interpreter_ends
-from kvraw.runtime.register import Registration
+from kvraw.runtime.register import Registration, give_up
 
-__all__ = ["Growth", "Preparation"]
+__all__ = ["Growth", "Preparation", "preparation_account"]
 
 _log = logging.getLogger("kvraw")
 
@@ -112,6 +113,31 @@ class Preparation:
         self.reached = end
         return registration
 
+    def complete(self, report: Callable[[int], None]) -> list[Registration]:
+        """Make all of it ready, or nothing; the registrations.
+
+        Parameters
+        ----------
+        report : callable
+            Called with the bytes that are ready, after each step.
+        """
+        memory, made = self._memory, list[Registration]()
+        assert memory is not None
+        try:
+            while not self.over:
+                registration = self.advance()
+                if registration is not None:
+                    made.append(registration)
+                report(self.reached)
+        except BaseException:
+            self.stop()
+            with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                give_up(made)
+            memory.shift = None
+            raise
+        self.stop()
+        return made
+
     def stop(self) -> None:
         """End the threads, and let go of the memory. Idempotent."""
         if self._populator is not None:
@@ -186,3 +212,13 @@ class Growth:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+
+def preparation_account(preparation: Preparation | None, growth: Growth | None) -> dict[str, object]:
+    """What became of a preparation, for `HostBuffer.info`."""
+    return {
+        "growing": growth is not None and growth.running,
+        "growth_error": None if growth is None or growth.error is None else str(growth.error),
+        "populate_seconds": None if preparation is None else preparation.populate_seconds,
+        "register_seconds": None if preparation is None else preparation.register_seconds,
+    }
