@@ -22,6 +22,7 @@ from kvraw.cli.limits import file_text, memory_limits
 from kvraw.engines import cpu
 from kvraw.errors import ArtifactError, DriverNotFoundError, KvrawError, UnsupportedDriverError
 from kvraw.ptx.loader import manifest, read_ptx
+from kvraw.runtime.cgroup import usable_cores
 from kvraw.runtime.driver import driver
 from kvraw.runtime.facts import device_node
 
@@ -151,7 +152,7 @@ def _gpu(ptx: dict[str, Report], found: _Findings) -> Report:
 
 def _cpu(found: _Findings) -> Report:
     """The CPU engine, tried out."""
-    out: Report = {"usable_cores": len(os.sched_getaffinity(0)), "threads": None, "why_not": None}
+    out: Report = {"usable_cores": usable_cores(), "threads": None, "why_not": None}
     jit: Report = {"version": _version("numba"), "llvmlite": _version("llvmlite"), "cache": None, "compiled": False}
     begin = time.perf_counter()
     try:

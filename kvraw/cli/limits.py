@@ -8,6 +8,8 @@ import resource
 from pathlib import Path
 from typing import Any
 
+from kvraw.runtime.cgroup import groups, number
+
 __all__ = ["cgroup_limit", "file_text", "memory_limits"]
 
 
@@ -21,17 +23,11 @@ def file_text(path: str | Path) -> str | None:
 
 def cgroup_limit(root: str = "/sys/fs/cgroup", listing: str = "/proc/self/cgroup") -> int | None:
     """The least memory limit of this process's control groups and those above them, version 1 or 2."""
-    limits = []
-    for line in (file_text(listing) or "").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, name = (Path(root, "memory"), "memory.limit_in_bytes") if controllers else (Path(root), "memory.max")
-        # In a container the group's own path may lie outside what is mounted: its parents' files answer then.
-        inner = top / group.lstrip("/")
-        limits += [file_text(at / name) for at in (inner, *inner.parents) if at == top or top in at.parents]
-    numbers = [int(text) for text in limits if text and text.isdigit()]
-    return min((n for n in numbers if n < 1 << 60), default=None)  # version 1 writes "none" as a number near 2**63
+    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
+    numbers = [number(at / names[version]) for version, at in groups("memory", root, listing)]
+    return min(
+        (n for n in numbers if n is not None and n < 1 << 60), default=None
+    )  # version 1 writes "none" as a number near 2**63
 
 
 def memory_limits() -> dict[str, Any]:
