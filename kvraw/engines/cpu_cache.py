@@ -129,6 +129,14 @@ def _place() -> tuple[Path, int] | None:
     return None
 
 
+def _readable() -> Iterator[tuple[Path, int]]:
+    """The places to look at: that which is written to, and better ones that can only be read."""
+    for place in _places():
+        yield place
+        if place == _place():
+            return
+
+
 def kept_in() -> str | None:
     """The directory that compiled kernels are kept in; None where there is no place for them."""
     found = _place()
@@ -187,7 +195,7 @@ class KernelCache:
         """A compiled form; None where it is not there, damaged, of other sources, or not to be trusted."""
         target_context.refresh()
         name = self._name(sig, target_context.codegen())
-        for path, _ in _places():
+        for path, _ in _readable():
             try:
                 with _opened(path) as directory:
                     data = memoryview(_read(directory, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -82,10 +83,17 @@ def _fence(typingctx: Any) -> Any:
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile without the GIL; kept on disk where there is a place for it. Under NUMBA_DISABLE_JIT, the function."""
+    """Compile without the GIL; kept on disk where there is a place for it. Under NUMBA_DISABLE_JIT it runs as it is."""
+    if not COMPILED:
+
+        @functools.wraps(function)
+        def quiet(*args: Any) -> Any:
+            with np.errstate(all="ignore"):
+                return function(*args)
+
+        return quiet
     compiled = numba.njit(nogil=True)(function)
-    if compiled is not function:
-        compiled._cache = KernelCache(function)  # what `cache=True` does, with numba's own
+    compiled._cache = KernelCache(function)  # what `cache=True` does, with numba's own
     return compiled
 
 

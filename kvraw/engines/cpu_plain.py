@@ -46,7 +46,6 @@ def narrow(value: Any, like: Any) -> Any:
     if np.isnan(value):
         return like.dtype.type(0x7FFF)
     if like.dtype == np.uint16:
-        with np.errstate(over="ignore", under="ignore"):
-            return value.astype(np.float16).view(np.uint16)
+        return value.astype(np.float16).view(np.uint16)
     bits = int(value.view(np.uint32))
     return np.uint16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF).view(np.int16)
