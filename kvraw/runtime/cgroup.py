@@ -28,9 +28,10 @@ def number(path: Path) -> int | None:
 
 def groups(controller: str, root: str = ROOT, listing: str = LISTING) -> Iterator[tuple[int, Path]]:
     """Version and directory of this process's group for a controller, and of those above it, as far as mounted."""
-    for line in _text(Path(listing)).splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
+    for line in _text(Path(listing)).split("\n"):
+        _, colon, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if not colon or (controllers and controller not in controllers.split(",")):
             continue
         # Controllers that are mounted together have a link each, which some containers lack.
         for top in dict.fromkeys((Path(root, controller), Path(root, controllers))) if controllers else (Path(root),):
