@@ -186,7 +186,8 @@ class KernelCache:
     def _name(self, sig: Any, codegen: Any) -> str:
         function = self._function
         versions = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
-        key = repr((self._source, function.__qualname__, sig, codegen.magic_tuple(), versions))
+        options = [getattr(numba.config, name, None) for name in ("OPT", "BOUNDSCHECK", "DEBUGINFO_DEFAULT")]
+        key = repr((self._source, function.__qualname__, sig, codegen.magic_tuple(), versions, options))
         module = function.__module__.replace("kvraw.", "").replace(".cpu_kernels", "")
         short = hashlib.sha256(key.encode()).hexdigest()[:24]
         return f"{module}.{function.__name__.strip('_').removesuffix('_source')}-{short}.nbc"

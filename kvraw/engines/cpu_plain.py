@@ -24,12 +24,12 @@ def fence() -> None:
     """Nothing: no store went past the caches."""
 
 
-def leading_zeros(value: Any) -> np.int64:
+def leading_zeros(value: Any) -> Any:
     """Leading zeros of the low 32 bits."""
     return np.int64(32 - (int(value) & _LOW_WORD).bit_length())
 
 
-def widen(value: Any) -> np.float32:
+def widen(value: Any) -> Any:
     """A float32, fp16 bits in uint16, or bf16 bits in int16, as float32."""
     if value.dtype == np.float32:
         return np.float32(value)

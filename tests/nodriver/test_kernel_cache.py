@@ -166,9 +166,7 @@ def test_the_poison_works_where_it_is_trusted(base: Path) -> None:
 
 @pytest.mark.parametrize("what", ["directory", "file"])
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o722])
-def test_what_others_may_write_is_not_read(
-    base: Path, what: str, mode: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_others_may_write_is_not_read(base: Path, what: str, mode: int, caplog: pytest.LogCaptureFixture) -> None:
     call()
     path = kept(base)
     poison(path)
