@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvraw.arrays import ASK_DRIVER, TensorView, dtype_name, require_writable, tensor_view
+from kvraw.arrays import ASK_DRIVER, TensorView, dtype_name, require_apart, require_writable, tensor_view
 from kvraw.codec import args
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.runtime.memory import locate
@@ -42,21 +42,6 @@ def take(
     if min(view.strides, default=0) < 0:
         raise LayoutError(f"{name} has strides {view.strides} bytes, must not be negative")
     return require_apart(name, require_writable(name, view)) if written else view
-
-
-def require_apart(name: str, view: TensorView) -> TensorView:
-    """Refuse a tensor that is to be written and repeats itself, as an expanded one does.
-
-    Raises
-    ------
-    LayoutError
-        An axis of more than one element has stride 0.
-    """
-    if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.strides, strict=True)):
-        raise LayoutError(
-            f"{name} has strides {view.strides} bytes for shape {view.shape}, and is written: none may be 0"
-        )
-    return view
 
 
 def common_device(views: dict[str, TensorView]) -> int | None:

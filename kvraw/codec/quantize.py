@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.arrays import TensorView, element_type, host_bytes, require_writable, tensor_view
+from kvraw.arrays import TensorView, element_type, host_bytes, require_apart, require_writable, tensor_view
 from kvraw.checks import integer
 from kvraw.codec import args
-from kvraw.codec.operands import MOST_SYMBOLS, common_device, require_apart, take
+from kvraw.codec.operands import MOST_SYMBOLS, common_device, take
 from kvraw.engines.cpu import in_parts
 from kvraw.engines.grid import Launch, Operation
 from kvraw.errors import BoundsError, KvrawError, LayoutError

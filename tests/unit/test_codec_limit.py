@@ -111,3 +111,9 @@ def test_what_lies_on_itself_is_not_written(axis: int) -> None:
         out = np.lib.stride_tricks.as_strided(array, shape, strides)
         with pytest.raises(kvraw.LayoutError, match=r"out has strides .*(none may be 0|must be dense)"):
             back(encoded if back is codec.decode else compressed, out)  # type: ignore[arg-type]
+
+
+def test_what_is_empty_lies_on_nothing() -> None:
+    for shape in ((0, 8, 4), (2, 0, 4), (2, 8, 0)):
+        assert codec.decode(codec.encode(np.zeros(shape, np.uint8), 4), np.zeros(shape, np.uint8)).done()
+        assert codec.decompress(codec.compress(np.zeros(shape, np.float32)), np.zeros(shape, np.float32)).done()
