@@ -1,8 +1,8 @@
 """Compiled CPU kernels on disk: a file each, which only this user may have written, and which is whole or absent.
 
 What is kept are pickles of machine code, so whoever may write them runs code here: the directory and each file must
-belong to this user or to root, and nobody else may write to them. Both are looked at through their descriptors, so it
-does not matter who may write to the directories above. Imported on first use of the CPU engine only.
+belong to this user, to root or to the owner of the package, and nobody else may write to them. Both are looked at
+through their descriptors, so it does not matter who may write to the directories above. Imported on first use only.
 """
 
 from __future__ import annotations
@@ -45,8 +45,16 @@ class _DistrustedError(PermissionError):
     """A directory or file that somebody else could have written."""
 
 
+@functools.cache
+def _trusted() -> set[int]:
+    """Users that may run code here: this one, root, and whose package this is."""
+    with contextlib.suppress(OSError):
+        return {os.geteuid(), 0, os.stat(__file__).st_uid}
+    return {os.geteuid(), 0}
+
+
 def _require_own(info: os.stat_result, path: object) -> None:
-    if info.st_uid not in (os.geteuid(), 0):
+    if info.st_uid not in _trusted():
         raise _DistrustedError(f"{path} belongs to user {info.st_uid}, must belong to user {os.geteuid()}")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _DistrustedError(f"{path} has mode {stat.S_IMODE(info.st_mode):04o}, others must not write to it")
