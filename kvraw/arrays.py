@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.errors import BoundsError, PlacementError
+from kvraw.errors import BoundsError, LayoutError, PlacementError
 
 __all__ = [
     "ASK_DRIVER",
@@ -23,6 +23,7 @@ __all__ = [
     "index_vector",
     "is_pointer",
     "pointer_vector",
+    "require_apart",
     "require_writable",
     "tensor_view",
 ]
@@ -177,6 +178,22 @@ def require_writable(name: str, view: TensorView) -> TensorView:
     """The tensor; `PlacementError` where it is read-only memory."""
     if view.readonly:
         raise PlacementError(f"{name} is read-only memory, must be writable")
+    return view
+
+
+def require_apart(name: str, view: TensorView) -> TensorView:
+    """Refuse a tensor that is to be written and repeats itself, as an expanded one does.
+
+    Raises
+    ------
+    LayoutError
+        An axis of more than one element has stride 0.
+    """
+    still = (size > 1 and stride == 0 for size, stride in zip(view.shape, view.strides, strict=True))
+    if view.nbytes and any(still):
+        raise LayoutError(
+            f"{name} has strides {view.strides} bytes for shape {view.shape}, and is written: none may be 0"
+        )
     return view
 
 

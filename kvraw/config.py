@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -94,3 +95,9 @@ VARIABLES: tuple[Variable[str] | Variable[int], ...] = (
     HOST_THREADS,
     REGISTER_BYTES,
 )
+
+
+def user_cache(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The user's directory for caches; None where there is no home."""
+    path = Path(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return path if path.is_absolute() else None

@@ -22,6 +22,7 @@ from kvraw.cli.limits import file_text, memory_limits
 from kvraw.engines import cpu
 from kvraw.errors import ArtifactError, DriverNotFoundError, KvrawError, UnsupportedDriverError
 from kvraw.ptx.loader import manifest, read_ptx
+from kvraw.runtime.cgroup import usable_cores
 from kvraw.runtime.driver import driver
 from kvraw.runtime.facts import device_node
 
@@ -151,15 +152,15 @@ def _gpu(ptx: dict[str, Report], found: _Findings) -> Report:
 
 def _cpu(found: _Findings) -> Report:
     """The CPU engine, tried out."""
-    out: Report = {"usable_cores": len(os.sched_getaffinity(0)), "threads": None, "why_not": None}
-    jit: Report = {"version": _version("numba"), "llvmlite": _version("llvmlite"), "cache": None}
+    out: Report = {"usable_cores": usable_cores(), "threads": None, "why_not": None}
+    jit: Report = {"version": _version("numba"), "llvmlite": _version("llvmlite"), "cache": None, "compiled": False}
     begin = time.perf_counter()
     try:
         out["threads"] = cpu.threads()
         kvraw.warm_up()
-        from kvraw.engines import cpu_kernels
+        from kvraw.engines import cpu_cache, cpu_kernels
 
-        jit["cache"] = cpu_kernels.copy_items.stats.cache_path
+        jit["compiled"], jit["cache"] = cpu_kernels.COMPILED, cpu_cache.kept_in()
     except ValueError as error:  # a variable, which is among the problems already
         out["why_not"] = str(error)
     except Exception as error:  # numba and llvmlite fail in many ways where versions do not fit together
@@ -167,11 +168,13 @@ def _cpu(found: _Findings) -> Report:
         change = "install numba 0.59 or newer, and the numpy that it asks for"
         found.broken(out["why_not"], f"make {error.filename} usable" if isinstance(error, OSError) else change)
     else:
-        if jit["cache"] is None:
+        if not jit["compiled"]:
+            found.better("NUMBA_DISABLE_JIT is set: the CPU's kernels run as Python, very slowly", "unset it")
+        elif jit["cache"] is None:
             found.better("numba has no place for compiled kernels", "set NUMBA_CACHE_DIR to a directory to write to")
-        elif cpu_kernels.unsaved:
+        elif cpu_cache.unsaved:
             found.better(
-                f"compiled kernels cannot be kept in {jit['cache']}: {cpu_kernels.unsaved[0]}",
+                f"compiled kernels cannot be kept in {jit['cache']}: {cpu_cache.unsaved[0]}",
                 "make room there, or set NUMBA_CACHE_DIR to another directory",
             )
             jit["cache"] = None

@@ -8,7 +8,8 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from kvraw.runtime.facts import cgroup_limit, file_text
+from kvraw.runtime.cgroup import cgroup_limit
+from kvraw.runtime.facts import file_text
 
 __all__ = ["cgroup_limit", "file_text", "memory_limits"]
 

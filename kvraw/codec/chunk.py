@@ -13,7 +13,9 @@ import numpy.typing as npt
 
 from kvraw.arrays import tensor_view
 from kvraw.codec.arena import give_arena, offsets, take_arena
+from kvraw.codec.args import MOST_LAYERS
 from kvraw.codec.encoded import Encoded, require_sizes, seal, unseal
+from kvraw.codec.limit import memory, new_array
 from kvraw.codec.operands import common_device
 from kvraw.codec.quantize import DTYPES, Chunk, bins_per_layer, run
 from kvraw.codec.streams import (
@@ -26,7 +28,7 @@ from kvraw.codec.streams import (
     slot_bytes,
 )
 from kvraw.engines.grid import Operation
-from kvraw.errors import LayoutError
+from kvraw.errors import BoundsError, LayoutError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.stream import stream_handle
 
@@ -65,8 +67,15 @@ class Compressed:
         bins_per_layer(self.bins.tolist(), layers)
         if len(self.shape) not in (3, 4) or (math.prod(self.shape[:-2]), *self.shape[-2:]) != self.encoded.shape:
             raise LayoutError(f"shape is {self.shape}, its symbols are {self.encoded.shape}")
+        if layers > MOST_LAYERS:
+            raise BoundsError(f"shape is {self.shape}: {layers} planes and layers, must be at most {MOST_LAYERS}")
         if self.maxima.shape != (layers, tokens) or self.dtype not in DTYPES:
             raise LayoutError(f"maxima has shape {self.maxima.shape} and dtype is {self.dtype!r}")
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes of the chunk that `decompress` makes."""
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +85,7 @@ class Compressed:
     @property
     def ratio(self) -> float:
         """Bytes of the chunk over bytes compressed."""
-        return math.prod(self.shape) * DTYPES[self.dtype][1] / self.nbytes
+        return self.decoded_nbytes / self.nbytes
 
     def to_bytes(self) -> bytes:
         """Everything, behind a header with version, shapes and checksum."""
@@ -87,7 +96,7 @@ class Compressed:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Compressed:
-        """Read what `to_bytes` wrote.
+        """Read what `to_bytes` wrote; takes about the memory of `data`. What it decodes to: `decoded_nbytes`.
 
         Raises
         ------
@@ -157,7 +166,14 @@ def compress(chunk: Any, bins: int | Sequence[int] = 32, *, dtype: str | None = 
     return Compressed(encoded, found.view(np.float32).reshape(layers, tokens), per_layer, original, taken.dtype)
 
 
-def decompress(compressed: Compressed, out: Any = None, *, dtype: str | None = None, stream: Any = None) -> Any:
+def decompress(
+    compressed: Compressed,
+    out: Any = None,
+    *,
+    dtype: str | None = None,
+    limit: int | None = None,
+    stream: Any = None,
+) -> Any:
     """Decompress a KV chunk.
 
     Parameters
@@ -169,6 +185,9 @@ def decompress(compressed: Compressed, out: Any = None, *, dtype: str | None = N
         memory, bfloat16 as its bits in uint16.
     dtype : str, optional
         The element type of `out`, where its protocol does not tell.
+    limit : int, optional
+        Most bytes of a new array. Default: 256 MiB, or 1024 bytes for each of `compressed.nbytes` where that is more;
+        `compressed.decoded_nbytes` is what it takes.
     stream : object
         On a GPU, the stream to enqueue it on.
 
@@ -181,15 +200,21 @@ def decompress(compressed: Compressed, out: Any = None, *, dtype: str | None = N
     ------
     LayoutError, TypeError, PlacementError
         `out` does not fit; says why.
+    BoundsError
+        A new array would take more than `limit`.
     """
-    made = np.empty(compressed.shape, _ARRAYS[compressed.dtype]) if out is None else out
+    made = out
+    if out is None:
+        made = new_array("compressed", compressed.shape, _ARRAYS[compressed.dtype], compressed.nbytes, limit)
     taken = Chunk.take(made, dtype or (compressed.dtype if out is None else None), "out", written=True)
     if taken.view.shape != compressed.encoded.shape:
         raise LayoutError(f"out has shape {tensor_view(made).shape}, must be {compressed.shape}")
     device = common_device({"out": taken.view})
     bins, maxima = compressed.bins, compressed.maxima
     if device is None:
-        run(True, taken, bins, decode(compressed.encoded), maxima, None)
+        symbols = memory("compressed", compressed.encoded.shape, np.uint8)
+        decode(compressed.encoded, symbols)
+        run(True, taken, bins, symbols, maxima, None)
         return made if out is None else Operation()
     handle = stream_handle(stream, device)
     if math.prod(compressed.shape) == 0:

@@ -12,10 +12,10 @@ import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba.core import types
-from numba.extending import intrinsic
 
 from kvraw.codec import args
-from kvraw.engines.cpu_kernels import jit
+from kvraw.engines import cpu_plain
+from kvraw.engines.cpu_kernels import jit, primitive
 
 __all__ = ["count", "decode", "encode", "pack"]
 
@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 _TOP = 0x80000000
 
 
-@intrinsic
+@primitive(cpu_plain.leading_zeros)
 def _leading_zeros(typingctx: Any, value: Any) -> Any:
     """Leading zeros of the low 32 bits."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ def require_sizes(*sizes: int) -> None:
     """Raise `BoundsError` where a header has a size that no array has: beside one of 0, nothing else would tell."""
     if max(sizes) >= 1 << 31:
         raise BoundsError(f"data has sizes {sizes} in its header, each must be below {1 << 31}")
+    if math.prod(max(size, 1) for size in sizes) >= 1 << 60:
+        raise BoundsError(f"data has sizes {sizes} in its header, whose product must be below {1 << 60}")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -111,6 +114,11 @@ class Encoded:
         return np.diff(self.ends.ravel(), prepend=0).astype(np.int32).reshape(self.ends.shape)
 
     @property
+    def decoded_nbytes(self) -> int:
+        """Bytes of the symbols that `decode` makes."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of `to_bytes`."""
         return _SEAL.size + _SHAPE.size + self.data.nbytes + 4 * self.ends.size + self.cdf.nbytes
@@ -123,7 +131,7 @@ class Encoded:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Encoded:
-        """Read what `to_bytes` wrote.
+        """Read what `to_bytes` wrote; takes about the memory of `data`. What it decodes to: `decoded_nbytes`.
 
         Raises
         ------

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvraw.arrays import ASK_DRIVER, TensorView, dtype_name, require_writable, tensor_view
+from kvraw.arrays import ASK_DRIVER, TensorView, dtype_name, require_apart, require_writable, tensor_view
 from kvraw.codec import args
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.runtime.memory import locate
@@ -41,7 +41,7 @@ def take(
         raise LayoutError(f"{name} has strides {view.strides} bytes for shape {view.shape}, must be dense")
     if min(view.strides, default=0) < 0:
         raise LayoutError(f"{name} has strides {view.strides} bytes, must not be negative")
-    return require_writable(name, view) if written else view
+    return require_apart(name, require_writable(name, view)) if written else view
 
 
 def common_device(views: dict[str, TensorView]) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.arrays import TensorView, element_type, host_bytes, require_writable, tensor_view
+from kvraw.arrays import TensorView, element_type, host_bytes, require_apart, require_writable, tensor_view
 from kvraw.checks import integer
 from kvraw.codec import args
 from kvraw.codec.operands import MOST_SYMBOLS, common_device, take
@@ -47,7 +47,7 @@ class Chunk:
         """Take in a chunk ``[planes, layers, tokens, channels]`` or ``[layers, tokens, channels]``."""
         view = tensor_view(tensor, name)
         if written:
-            require_writable(name, view)
+            require_apart(name, require_writable(name, view))
         kind = element_type(name, tensor, view, dtype, _SIZES)
         shape, strides = view.shape, view.strides
         if len(shape) == 4:

@@ -12,6 +12,7 @@ from kvraw.arrays import TensorView, dtype_name, host_bytes, tensor_view
 from kvraw.codec import args, cpu, gpu
 from kvraw.codec.arena import Arena, give_arena, offsets, take_arena
 from kvraw.codec.encoded import Encoded
+from kvraw.codec.limit import new_array
 from kvraw.codec.operands import MOST_SYMBOLS, Job, common_device, take
 from kvraw.engines.device_state import device_state
 from kvraw.engines.grid import Operation
@@ -170,7 +171,7 @@ def scratch_sizes(streams: int, width: int, row: int) -> tuple[int, ...]:
     return 2 * streams * width, streams * row, 4 * streams, 8 * streams, streams * row
 
 
-def decode(encoded: Encoded, out: Any = None, *, stream: Any = None) -> Any:
+def decode(encoded: Encoded, out: Any = None, *, limit: int | None = None, stream: Any = None) -> Any:
     """Decode symbols.
 
     Parameters
@@ -179,6 +180,9 @@ def decode(encoded: Encoded, out: Any = None, *, stream: Any = None) -> Any:
         What `encode` made.
     out : tensor of uint8 or int8, [layers, tokens, channels], optional
         Receives the symbols, in host memory or on a GPU; default: a new array in host memory.
+    limit : int, optional
+        Most bytes of a new array. Default: 256 MiB, or 1024 bytes for each of `encoded.nbytes` where that is more;
+        `encoded.decoded_nbytes` is what it takes.
     stream : object
         On a GPU, the stream to enqueue it on.
 
@@ -190,9 +194,9 @@ def decode(encoded: Encoded, out: Any = None, *, stream: Any = None) -> Any:
     Raises
     ------
     BoundsError, LayoutError, TypeError, PlacementError
-        `out` does not fit, or a distribution does not rise; says which.
+        `out` does not fit, a new array would take more than `limit`, or a distribution does not rise; says which.
     """
-    made = np.empty(encoded.shape, np.uint8) if out is None else out
+    made = new_array("encoded", encoded.shape, np.uint8, encoded.nbytes, limit) if out is None else out
     view = take("out", made, 3, ("uint8", "int8"), 1, dense=False, written=True)
     if view.shape != encoded.shape:
         raise LayoutError(f"out has shape {view.shape}, must be {encoded.shape}")

@@ -17,6 +17,7 @@ from kvraw import config
 from kvraw.arrays import U64
 from kvraw.engines.operands import Operands
 from kvraw.plan import CopyPlan, Side
+from kvraw.runtime.cgroup import usable_cores
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +35,7 @@ _pool_key = (0, 0)
 
 def threads() -> int:
     """Threads of the CPU engine: `KVRAW_CPU_THREADS`, else the cores this process may use, at most 8."""
-    return config.CPU_THREADS.get() or min(len(os.sched_getaffinity(0)), 8)
+    return config.CPU_THREADS.get() or min(usable_cores(), 8)
 
 
 def _kernels() -> ModuleType:

@@ -13,7 +13,9 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numba
 from numba.core import types
-from numba.extending import intrinsic
+
+from kvraw.engines import cpu_plain
+from kvraw.engines.cpu_kernels import primitive
 
 __all__ = ["narrow", "widen"]
 
@@ -83,7 +85,7 @@ _TO_FP32 = {types.uint16: _fp16_to_fp32, types.int16: _bf16_to_fp32}
 _FROM_FP32 = {types.uint16: _fp32_to_fp16, types.int16: _fp32_to_bf16}
 
 
-@intrinsic
+@primitive(cpu_plain.widen)
 def widen(typingctx: Any, value: Any) -> Any:
     """A value as float32."""
 
@@ -93,7 +95,7 @@ def widen(typingctx: Any, value: Any) -> Any:
     return types.float32(value), codegen
 
 
-@intrinsic
+@primitive(cpu_plain.narrow)
 def narrow(typingctx: Any, value: Any, like: Any) -> Any:
     """A float32, rounded to nearest even, as the type of `like`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +10,25 @@ import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba.core import cgutils, types
-from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
-__all__ = ["copy_batch", "copy_items", "jit", "unsaved"]
+from kvraw.engines import cpu_plain
+from kvraw.engines.cpu_cache import KernelCache
 
-_log = logging.getLogger("kvraw")
-unsaved: list[OSError] = []  # why compiled kernels could not be kept
+__all__ = ["COMPILED", "copy_batch", "copy_items", "jit", "primitive"]
+
+COMPILED = not numba.config.DISABLE_JIT
 
 _LINE = 64  # bytes of a cache line: the unit of a streaming store
 _STREAM_FROM = 192  # shorter runs: the unaligned ends outweigh what streaming saves
 
 
-@intrinsic
+def primitive(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate an intrinsic; `plain` does the same where kernels are not compiled."""
+    return intrinsic if COMPILED else lambda _: plain
+
+
+@primitive(cpu_plain.memmove)
 def _memmove(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
     """Copy bytes between two addresses, which may overlap."""
 
@@ -35,7 +41,7 @@ def _memmove(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
     return types.void(types.uint64, types.uint64, types.int64), codegen
 
 
-@intrinsic
+@primitive(cpu_plain.memmove)
 def _memcpy(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
     """Copy bytes between two addresses that do not overlap."""
 
@@ -65,7 +71,7 @@ def _stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
     return types.void(types.uint64, types.uint64), codegen
 
 
-@intrinsic
+@primitive(cpu_plain.fence)
 def _fence(typingctx: Any) -> Any:
     """Order streaming stores before whatever follows; they are not ordered by themselves."""
 
@@ -76,36 +82,23 @@ def _fence(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """Compiled kernels on disk; a disk that is full, or broken, costs time and not the call."""
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except (OSError, EOFError):
-            return None
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except OSError as error:
-            if not unsaved:
-                _log.warning("compiled kernels cannot be kept in %s: %s", self.cache_path, error)
-            unsaved.append(error.with_traceback(None))
-
-
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile without the GIL; cached on disk where the package or the home directory can hold a cache."""
+    """Compile without the GIL; kept on disk where there is a place for it. Under NUMBA_DISABLE_JIT it runs as it is."""
+    if not COMPILED:
+
+        @functools.wraps(function)
+        def quiet(*args: Any) -> Any:
+            with np.errstate(all="ignore"):
+                return function(*args)
+
+        return quiet
     compiled = numba.njit(nogil=True)(function)
-    try:
-        compiled._cache = _Cache(function)  # what `cache=True` does, with numba's own
-    except (RuntimeError, OSError):  # "no locator available": read-only package and no usable home directory
-        return compiled
+    compiled._cache = KernelCache(function)  # what `cache=True` does, with numba's own
     return compiled
 
 
 def _copy_run_source(dst: Any, src: Any, nbytes: Any, stream: Any) -> None:
-    if not stream or nbytes < _STREAM_FROM:
+    if not stream or nbytes < _STREAM_FROM or not COMPILED:
         _memcpy(dst, src, nbytes)
         return
     head = (_LINE - np.int64(dst & np.uint64(_LINE - 1))) & (_LINE - 1)

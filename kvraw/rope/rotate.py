@@ -19,6 +19,7 @@ from kvraw.arrays import (
     element_type,
     host_bytes,
     index_vector,
+    require_apart,
     require_writable,
     tensor_view,
 )
@@ -95,7 +96,7 @@ def _take(
     key: Any, cache: Any, neox: bool, head_size: int | None, head_stride: int | None, dtype: str | None
 ) -> _Rotation:
     k, c = tensor_view(key, "key"), tensor_view(cache, "cos_sin_cache")
-    kind = element_type("key", key, require_writable("key", k), dtype, _SIZES)
+    kind = element_type("key", key, require_apart("key", require_writable("key", k)), dtype, _SIZES)
     if element_type("cos_sin_cache", cache, c, dtype, _SIZES) != kind:
         raise TypeError(f"cos_sin_cache holds {dtype_name(cache)}, must hold {kind} as key does")
     if len(c.shape) != 2 or c.shape[1] % 2 or (c.shape[1] > 1 and c.strides[1] != c.itemsize) or c.strides[0] < 0:

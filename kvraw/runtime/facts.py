@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvraw.errors import HostMemoryError, KvrawError
+from kvraw.runtime.cgroup import cgroup_limit
 from kvraw.runtime.driver import driver
 
 __all__ = [
     "HostFacts",
-    "cgroup_limit",
     "device_node",
     "file_text",
     "free_huge_pages",
@@ -124,21 +124,6 @@ def file_text(path: str | Path) -> str | None:
         return Path(path).read_text().strip()
     except OSError:
         return None
-
-
-def cgroup_limit(root: str = "/sys/fs/cgroup", listing: str = "/proc/self/cgroup") -> int | None:
-    """The least memory limit of this process's control groups and those above them, version 1 or 2."""
-    limits = []
-    for line in (file_text(listing) or "").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, name = (Path(root, "memory"), "memory.limit_in_bytes") if controllers else (Path(root), "memory.max")
-        # In a container the group's own path may lie outside what is mounted: its parents' files answer then.
-        inner = top / group.lstrip("/")
-        limits += [file_text(at / name) for at in (inner, *inner.parents) if at == top or top in at.parents]
-    numbers = [int(text) for text in limits if text and text.isdigit()]
-    return min((n for n in numbers if n < 1 << 60), default=None)  # version 1 writes "none" as a number near 2**63
 
 
 def require_memory(nbytes: int) -> None:

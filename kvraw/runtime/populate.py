@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from kvraw import config
 from kvraw.errors import HostMemoryError
 from kvraw.runtime import libc
+from kvraw.runtime.cgroup import usable_cores
 
 __all__ = ["Populator", "interpreter_ends", "populate_threads", "touch"]
 
@@ -23,7 +23,7 @@ _NOT_OFFERED = (errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOP
 
 def populate_threads() -> int:
     """Threads that populate: `KVRAW_HOST_THREADS`, else the usable cores, at most 16."""
-    return config.HOST_THREADS.get() or min(len(os.sched_getaffinity(0)), 16)
+    return config.HOST_THREADS.get() or min(usable_cores(), 16)
 
 
 def interpreter_ends() -> bool:

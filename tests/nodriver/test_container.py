@@ -62,13 +62,14 @@ sys.meta_path.insert(0, Missing())
 """
 
 
-def run(code: str, *, path: Path = ROOT, **variables: str | None) -> None:
+def run(code: str, *, path: Path = ROOT, **variables: str | None) -> str:
     """Run code in a process of its own that imports kvraw from `path`; variables that are None are unset."""
     env = {**os.environ, "PYTHONPATH": str(path), "PYTHONWARNINGS": "error", **variables}
     env = {key: value for key, value in env.items() if value is not None}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,50 @@ def test_wheel_as_zip(wheel: Path) -> None:
 
 def test_kernels_are_cached_where_possible(tmp_path: Path) -> None:
     run(f"{ROUND_TRIP}\nround_trip('cpu')", NUMBA_CACHE_DIR=str(tmp_path))
-    assert list(tmp_path.rglob("*.nbi"))
+    assert list(tmp_path.rglob("*.nbc"))
+
+
+NOT_COMPILED = f"""{ROUND_TRIP}
+import hashlib
+from kvraw import codec
+from kvraw.engines.cpu_kernels import COMPILED
+from kvraw.rope import rerotate_keys
+
+kvraw.warm_up()
+round_trip("cpu")
+round_trip("cpu", block_size=64)
+size = 9 << 20  # compiled, stores go past the caches, from several threads
+a, b = np.arange(size, dtype=np.uint8), np.zeros(size, np.uint8)
+kvraw.memcpy_batch(*[[x.ctypes.data, x.ctypes.data + size // 2] for x in (b, a)], [size // 2] * 2)
+assert (a == b).all()
+kvraw.memcpy_batch([a.ctypes.data + 1], [a.ctypes.data], [1000])  # overlaps itself
+assert (a[1:1001] == b[:1000]).all() and (a[1001:] == b[1001:]).all()
+
+digest, rng = hashlib.sha256(), np.random.default_rng(0)
+for dtype in ("float32", "float16", "bfloat16"):
+    values = rng.standard_normal((2, 8, 2, 16)).astype(np.float32) * 10.0 ** rng.integers(-8, 9, (2, 8, 2, 16))
+    angles = rng.standard_normal((32, 16)).astype(np.float32)
+    if dtype == "bfloat16":
+        keys, cos_sin = ((x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for x in (values, angles))
+    else:
+        with np.errstate(over="ignore"):
+            keys, cos_sin = values.astype(dtype), angles.astype(dtype)
+    for neox in (True, False):
+        rerotate_keys(keys, np.arange(8), np.arange(8) + 3, cos_sin, neox=neox, dtype=dtype)
+        digest.update(keys.tobytes())
+    compressed = codec.compress(cos_sin.reshape(2, 16, 16), [32, 7], dtype=dtype)
+    digest.update(compressed.to_bytes())
+    digest.update(codec.decompress(compressed).tobytes())
+print(COMPILED, digest.hexdigest())
+"""
+
+
+def test_kernels_that_are_not_compiled_do_the_same() -> None:
+    (yes, compiled), (no, plain) = (
+        run(NOT_COMPILED, NUMBA_DISABLE_JIT=value, KVRAW_CPU_THREADS="3").split() for value in (None, "1")
+    )
+    assert (yes, no) == ("True", "False")
+    assert compiled == plain
 
 
 def test_without_numba() -> None:

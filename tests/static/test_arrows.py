@@ -34,6 +34,7 @@ ALLOWED = {
 }
 # Imported on first use of the CPU engine only.
 NUMBA = (
+    "kvraw.engines.cpu_cache",
     "kvraw.engines.cpu_kernels",
     "kvraw.engines.cpu_floats",
     "kvraw.codec.cpu_kernels",

@@ -280,3 +280,12 @@ def test_a_full_disk_costs_the_kernels_kept_on_it_only(tmp_path: Path) -> None:
     assert any("cannot be kept in" in line and "to another directory" in line for line in hints), done.stdout
     assert "numba fails" not in done.stdout
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_kernels_that_are_not_compiled_are_a_hint() -> None:
+    done = python("-m", "kvraw", "doctor", "--json", NUMBA_DISABLE_JIT="1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["engines"]["cpu"]["runs"]
+    assert report["numba"]["compiled"] is False
+    assert any("NUMBA_DISABLE_JIT is set" in hint["what"] for hint in report["hints"])

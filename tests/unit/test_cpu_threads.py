@@ -124,6 +124,39 @@ def test_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dst.any()
 
 
+_NO_THREADS = """
+import os, resource, threading
+os.environ["KVRAW_CPU_THREADS"] = "4"
+import numpy as np, kvraw
+from kvraw import codec
+kvraw.warm_up()
+rng = np.random.default_rng(0)
+chunk = rng.standard_normal((4, 64, 1024)).astype(np.float32)
+again = codec.decompress(codec.compress(chunk[:1, :1]))  # compiled now
+src, dst = rng.integers(0, 256, {size}, np.uint8), np.zeros({size}, np.uint8)
+ends = [[a.ctypes.data + k for k in range(0, {size}, 4096)] for a in (dst, src)]
+with open("/proc/self/statm") as file:
+    mapped = int(file.read().split()[0]) * resource.getpagesize()
+threading.stack_size(1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (512 << 20), -1))
+try:
+    threading.Thread(target=print).start()
+except RuntimeError as error:
+    print(error)
+kvraw.memcpy_batch(*ends, [4096] * len(ends[0]))
+assert (src == dst).all()
+assert abs(codec.decompress(codec.compress(chunk)) - chunk).max() < 0.5
+assert threading.active_count() == 1
+"""
+
+
+def test_where_the_system_has_no_thread() -> None:
+    code = _NO_THREADS.format(size=SIZE)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "can't start new thread\n"
+
+
 _AT_EXIT = """
 import atexit, os
 import numpy as np

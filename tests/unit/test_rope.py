@@ -147,6 +147,15 @@ def test_read_only_keys_are_refused() -> None:
     rerotate_keys(key.copy(), np.arange(3), np.arange(3) + 1, table)
 
 
+@pytest.mark.parametrize("strides", [(0, 16), (32, 0)])
+def test_keys_that_lie_on_one_another_are_refused(strides: tuple[int, int]) -> None:
+    memory, table = np.ones((3, 2, 4), np.float32), np.ones((9, 4), np.float32)
+    key = np.lib.stride_tricks.as_strided(memory, (3, 2, 4), (*strides, 4))
+    with pytest.raises(kvraw.LayoutError, match=r"key has strides .* none may be 0"):
+        rerotate_keys(key, np.arange(3), np.arange(3) + 1, table)
+    assert (memory == 1).all()
+
+
 def test_a_dtype_is_told_by_name() -> None:
     key, table = np.ones((3, 2, 4), np.float16), np.ones((9, 4), np.float16)
     with pytest.raises(TypeError, match=r"dtype is <class 'numpy\.float16'>, must be one of"):
