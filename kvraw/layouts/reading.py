@@ -234,7 +234,7 @@ def _layout(
     return layout, split
 
 
-_KNOWN = tuple(dict.fromkeys((*FORMATS.values(), *(row.format for row in ROWS))))
+_KNOWN = tuple(dict.fromkeys((*(row.format for row in ROWS), *FORMATS.values())))  # what engines hand in, first
 
 
 def _order(sizes: Mapping[str, int], steps: Mapping[str, int], pointers: str) -> str:
