@@ -21,7 +21,7 @@ from kvraw.errors import LayoutError
 from kvraw.formats import VLLM_LAYOUTS, Format
 from kvraw.handed_in import ENGINES, HALVES, HINTS, LETTERS, PRODUCTS, ROWS, Row
 from kvraw.layout import CacheLayout, find_format
-from kvraw.layouts.reading import Hints, Memory, Reading, Spelling, one_of, read
+from kvraw.layouts.reading import Hints, Memory, Reading, Spelling, list_sizes, one_of, read
 
 __all__ = ["Discovery", "Tensors", "View", "discover"]
 
@@ -167,7 +167,8 @@ def _shown(row: Row, reading: Reading) -> str:
     assert reading.layout is not None
     g = reading.layout.geometry
     counts = f"blocks={g.blocks}, block_size={g.block_size}, num_heads={g.heads}, head_size={g.head_size}"
-    return f"{row.label} ({row.format.name}: layers={g.layers}, planes={g.planes}, {counts})"
+    name = f"{row.format.name}: " if row.format.number >= 0 else ""
+    return f"{row.label} ({name}layers={g.layers}, planes={g.planes}, {counts})"
 
 
 def _says(row: Row, reading: Reading, hint: str) -> object:
@@ -179,7 +180,7 @@ def _says(row: Row, reading: Reading, hint: str) -> object:
         form = row.format
         return form.number if form.number >= 0 else form.name if form.name in VLLM_LAYOUTS else None
     if hint == "kv_layout":
-        return None if row.format.mla else row.layouts[0]
+        return None if row.format.mla or row.layouts[0] in VLLM_LAYOUTS else row.layouts[0]
     if hint == "kv_list_layout":
         return row.lists.split()[-1] if row.lists.split()[-1] != "-" else None
     if hint == "head_size" and row.format.number in HALVES:
@@ -290,11 +291,6 @@ def _by_axes(axes: str, memory: Memory, hints: Hints, what: str) -> Reading:
     return found
 
 
-def _odd(row: Row, levels: tuple[int, ...]) -> bool:
-    """Whether a list cannot be all K, then all V."""
-    return row.given == "PL" and levels[0] % 2 == 1
-
-
 def _by_rows(format: int | str | Format | None, engine: str, memory: Memory, hints: Hints, what: str) -> Reading:
     levels, asked = memory.levels, format is not None
     if format is not None:
@@ -310,7 +306,9 @@ def _by_rows(format: int | str | Format | None, engine: str, memory: Memory, hin
     def fit(row: Row) -> bool:
         depth = len(row.given.split(",")) if row.given else 0
         alone = asked and set(levels) <= {1}  # a format that was asked for takes its one tensor bare or in a list
-        return len(row.dims) == len(memory.shape) and (alone or (len(levels) == depth and not _odd(row, levels)))
+        return len(row.dims) == len(memory.shape) and (
+            alone or (len(levels) == depth and list_sizes(row.given.replace(",", ""), levels) is not None)
+        )
 
     fits = [row for row in rows if fit(row)]
     if not fits:

@@ -147,12 +147,15 @@ class CacheLayout:
         heads = f"{g.heads} head{'s' * (g.heads != 1)} of {g.head_size} elements of {g.element_size} bytes"
         each = " and ".join({"L": "layer", "P": "plane"}[a] for a in f.pointers)
         order = ", ".join(_WORDS[a] for a in self.axes)
-        strides, tight = self.strides(), _strides(self.axes, g.axis_sizes(g.block_size), g.element_size)
-        gaps = [f"{strides[a]} bytes from one {_WORDS[a]} to the next" for a in self.axes if strides[a] != tight[a]]
+        sizes, strides, expected, gaps = g.axis_sizes(g.block_size), self.strides(), g.element_size, []
+        for a in reversed(self.axes):
+            if sizes[a] > 1:
+                gaps += [f"{strides[a]} bytes from one {_WORDS[a]} to the next"] * (strides[a] != expected)
+                expected = strides[a] * sizes[a]
         return (
             f"{f.name}: {g.layers} layer{'s' * (g.layers != 1)}, {planes}, {g.blocks} blocks of {g.block_size} tokens, "
             f"{heads}; {f'a tensor per {each}' if each else 'one tensor'}, in memory [{order}]"
-            + "".join(f", {gap}" for gap in gaps)
+            + "".join(f", {gap}" for gap in reversed(gaps))
         )
 
     def tensor_bytes(self) -> int:

@@ -14,7 +14,7 @@ from kvraw.formats import FORMATS, Format
 from kvraw.handed_in import HALVES, HINTS, KV_LAYOUTS, KV_LISTS, LETTERS, PRODUCTS, ROWS
 from kvraw.layout import CacheLayout, Geometry
 
-__all__ = ["Hints", "Memory", "Reading", "Spelling", "one_of", "read"]
+__all__ = ["Hints", "Memory", "Reading", "Spelling", "list_sizes", "one_of", "read"]
 
 
 def one_of(name: str, value: str | None, allowed: Iterable[str]) -> None:
@@ -114,7 +114,7 @@ class Reading:
         return tuple(named), self.layout.geometry.planes, "".join(a for a in self.spelling.lists if self.sizes[a] > 1)
 
 
-def _lists(letters: str, levels: tuple[int, ...]) -> dict[str, int] | None:
+def list_sizes(letters: str, levels: tuple[int, ...]) -> dict[str, int] | None:
     """Sizes of the axes that are lists, or None where the lists do not fit."""
     if len(letters) == len(levels):
         sizes = dict(zip(letters, levels, strict=True))
@@ -169,7 +169,7 @@ def read(spelling: Spelling, memory: Memory, hints: Hints) -> Reading:
     LayoutError
         The tensors cannot be so, or the hints say otherwise.
     """
-    lists = _lists(spelling.lists, memory.levels)
+    lists = list_sizes(spelling.lists, memory.levels)
     if lists is None:
         raise LayoutError(f"lists of {memory.levels} tensors cannot be {spelling.lists!r}")
     sizes, steps = dict(lists), {}

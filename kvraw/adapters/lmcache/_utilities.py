@@ -15,6 +15,7 @@ from kvraw.adapters.lmcache._place import tensor_device
 from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
 from kvraw.arrays import pointer_vector, tensor_view
 from kvraw.discovery import discover
+from kvraw.formats import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +72,31 @@ def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_
     return found
 
 
+def _axes(first: Any, number: int | None, kv_layout: str, nested: bool, cross_layer: bool) -> str | None:
+    """The axes of a tensor by the rule that LMCache keeps to; None where it has none for such tensors.
+
+    Strides decide, where two are equal a size of 1 is inside. Of five axes a 2 in front, or next to it, is K and V.
+    """
+    order = sorted(range(len(first.shape)), key=lambda i: (-first.stride()[i], first.shape[i] == 1))
+    sizes = [int(first.shape[i]) for i in order]
+    inner, lists = "HTD" if kv_layout == "HND" else "THD", "L/"
+    if number is not None:
+        form = FORMATS[number]
+        spelled, lists = "" if form.flat else form.axes, f"{form.pointers}/" if form.pointers else ""
+    elif nested:
+        spelled = ""
+    elif cross_layer:
+        spelled, lists = "BLP" + inner, ""
+    elif len(sizes) == 5:
+        spelled = "PB" + inner if sizes[0] == 2 else "BP" + inner if sizes[1] == 2 else ""
+    else:
+        spelled = {3: "BTD", 4: "B" + inner}.get(len(sizes), "")
+    if len(spelled) != len(sizes):
+        return None
+    letters = dict(zip(order, spelled, strict=True))
+    return lists + "".join(letters[i] for i in range(len(sizes)))
+
+
 def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None) -> _Found:
     device, block_size = tensor_device(first), hints.get("tokens_per_block")
     if number is None and len(first.shape) == 3 and first.element_size() == 1 and first.shape[-1] == 132:
@@ -84,19 +110,27 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
     # The reference version reads layers of an engine on the CPU as heads-first where nothing else is said.
     kv_layout = _POOLS.get(given, given) or ("HND" if device is None and not cross_layer else "NHD")
     fused = number in (10, 11)
-    found = discover(
-        _views(tensors),
-        format=number + 2 if number is not None and fused and len(first.shape) == 4 else number,
-        engine="sglang" if number in (4, 5, 9, 18) else "trtllm" if number == 8 else "vllm",
-        kv_layout=None if number is not None else kv_layout,
-        block_size=block_size,
-        num_heads=hints.get("num_kv_heads"),
-        head_size=hints.get("head_dim"),
-        kv_list_layout="k_v" if number == 4 else hints.get("kv_list_layout"),
-        planes=1 if fused and len(first.shape) == 5 else None,
-    )
+    views = _views(tensors)
+    sizes: dict[str, Any] = {"block_size": block_size, "num_heads": hints.get("num_kv_heads")}
+    nested = isinstance(tensors, list) and isinstance(tensors[0], (list, tuple))
+    axes = None if hints.get("kv_list_layout") else _axes(first, number, kv_layout, nested, cross_layer)
+    if axes is not None:
+        found = discover(views, axes=axes, head_size=hints.get("head_dim") if "P" in axes else None, **sizes)
+    else:
+        found = discover(
+            views,
+            format=number + 2 if number is not None and fused and len(first.shape) == 4 else number,
+            engine="sglang" if number in (4, 5, 9, 18) else "trtllm" if number == 8 else "vllm",
+            kv_layout=None if number is not None else kv_layout,
+            head_size=hints.get("head_dim"),
+            kv_list_layout="k_v" if number == 4 else hints.get("kv_list_layout"),
+            planes=1 if fused and len(first.shape) == 5 else None,
+            **sizes,
+        )
     g, name = found.layout.geometry, found.layout.format.number
-    if name in _REFERENCE and (fused or (number is None and given not in _POOLS)) and g.head_size % 2 == 0:
+    if axes is not None and number is not None:
+        name = number
+    elif name in _REFERENCE and (fused or (number is None and given not in _POOLS)) and g.head_size % 2 == 0:
         name = _REFERENCE[name]
     part = Part(found.layout, row=g.heads * g.head_size * g.element_size)
     return _Found(name, Paged(pointer_vector("kv_caches", found.addresses), (part,), device))
