@@ -26,8 +26,9 @@ _log = logging.getLogger("kvraw")
 _SEVERAL = (14, 17)
 # What the reference version calls the layouts that later versions name by the whole row (10 and 11 are 12 and 13).
 _REFERENCE = {12: 10, 13: 11}
-# What versions that name them so say of one row of K and V of a pool of all layers: the order of heads and tokens.
-_POOLS = {"BLHNC": "HND", "BLNHC": "NHD"}
+# The order of heads and tokens by vLLM's names, which say that K and V are one row: versions that know them say so.
+_POOLS = {"BLHNC": "HND", "BLNHC": "NHD", "LBHNC": "HND", "LBNHC": "NHD"}
+_NUMBERS = {"BLPTHD": 0, "PBTHD": 1, "BPTHD": 2, "BTD": 3, "PBHTD": 6, "BPHTD": 7, "BLPHTD": 8, "BHTD": 12, "BTHD": 13}
 _lock = threading.RLock()
 _known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
 
@@ -72,8 +73,8 @@ def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_
     return found
 
 
-def _axes(first: Any, number: int | None, kv_layout: str, nested: bool, cross_layer: bool) -> str | None:
-    """The axes of a tensor by the rule that LMCache keeps to; None where it has none for such tensors.
+def _axes(first: Any, number: int | None, kv_layout: str, nested: bool, cross_layer: bool) -> tuple[str, int] | None:
+    """The axes of a tensor and the format by the rule that LMCache keeps to; None where it has none for such tensors.
 
     Strides decide, where two are equal a size of 1 is inside. Of five axes a 2 in front, or next to it, is K and V.
     """
@@ -83,7 +84,7 @@ def _axes(first: Any, number: int | None, kv_layout: str, nested: bool, cross_la
     if number is not None:
         form = FORMATS[number]
         spelled, lists = "" if form.flat else form.axes, f"{form.pointers}/" if form.pointers else ""
-    elif nested:
+    elif nested or kv_layout not in ("NHD", "HND"):
         spelled = ""
     elif cross_layer:
         spelled, lists = "BLP" + inner, ""
@@ -94,7 +95,7 @@ def _axes(first: Any, number: int | None, kv_layout: str, nested: bool, cross_la
     if len(spelled) != len(sizes):
         return None
     letters = dict(zip(order, spelled, strict=True))
-    return lists + "".join(letters[i] for i in range(len(sizes)))
+    return lists + "".join(letters[i] for i in range(len(sizes))), _NUMBERS[spelled] if number is None else number
 
 
 def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None) -> _Found:
@@ -113,9 +114,13 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
     views = _views(tensors)
     sizes: dict[str, Any] = {"block_size": block_size, "num_heads": hints.get("num_kv_heads")}
     nested = isinstance(tensors, list) and isinstance(tensors[0], (list, tuple))
-    axes = None if hints.get("kv_list_layout") else _axes(first, number, kv_layout, nested, cross_layer)
-    if axes is not None:
-        found = discover(views, axes=axes, head_size=hints.get("head_dim") if "P" in axes else None, **sizes)
+    ruled = None if hints.get("kv_list_layout") else _axes(first, number, kv_layout, nested, cross_layer)
+    if ruled is not None:
+        axes, name = ruled
+        head_size = hints.get("head_dim") if "P" in axes else None
+        found = discover(
+            views, axes=axes, kv_layout=None if number is not None else kv_layout, head_size=head_size, **sizes
+        )
     else:
         found = discover(
             views,
@@ -127,10 +132,9 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
             planes=1 if fused and len(first.shape) == 5 else None,
             **sizes,
         )
-    g, name = found.layout.geometry, found.layout.format.number
-    if axes is not None and number is not None:
-        name = number
-    elif name in _REFERENCE and (fused or (number is None and given not in _POOLS)) and g.head_size % 2 == 0:
+        name = found.layout.format.number
+    g = found.layout.geometry
+    if name in _REFERENCE and (fused or (number is None and given not in _POOLS)) and g.head_size % 2 == 0:
         name = _REFERENCE[name]
     part = Part(found.layout, row=g.heads * g.head_size * g.element_size)
     return _Found(name, Paged(pointer_vector("kv_caches", found.addresses), (part,), device))
