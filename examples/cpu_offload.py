@@ -20,7 +20,7 @@ class CpuOffloadHandler:
     """Moves blocks between a paged cache and `num_cpu_blocks` blocks of host memory."""
 
     def __init__(self, kv_caches: list[torch.Tensor], num_cpu_blocks: int) -> None:
-        self.cache = kvraw.PagedCache.from_tensors(kv_caches, kv_layout="NHD")
+        self.cache = kvraw.PagedCache.from_tensors(kv_caches, axes="PBTHD")
         nbytes = self.cache.chunk_bytes(BLOCK_SIZE)
         room = -(-nbytes // kvraw.HostPool.ALIGNMENT) * kvraw.HostPool.ALIGNMENT
         self.pool = kvraw.HostPool(room * num_cpu_blocks, device=self.cache.device)

@@ -99,7 +99,7 @@ def cache_from_pages(pages: list[torch.Tensor], block_ids: torch.Tensor, tokens:
 
 def move_through_host(pages: list[torch.Tensor], source: torch.Tensor, target: torch.Tensor) -> str:
     """Store the source blocks to host memory, wipe the paged cache, and load them into the target blocks."""
-    paged = kvraw.PagedCache.from_tensors(pages, kv_layout="NHD")
+    paged = kvraw.PagedCache.from_tensors(pages, axes="PBTHD")
     # On a GPU both copies are enqueued on the stream that the model runs on, and so everything happens in order: the
     # model's writes, the store, the wipe, the load, the model's next step. On the host they are done on return.
     stream = torch.cuda.current_stream(pages[0].device) if pages[0].is_cuda else None

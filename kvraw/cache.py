@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, ValuesView
 from typing import Any
 
 from kvraw.arrays import ASK_DRIVER, TensorView, pointer_vector, tensor_view
@@ -17,7 +17,9 @@ __all__ = ["PagedCache"]
 
 
 def _views(tensors: Any, name: str = "tensors") -> Any:
-    if isinstance(tensors, (list, tuple)):
+    if isinstance(tensors, Mapping):
+        return [_views(t, f"{name}[{key!r}]") for key, t in tensors.items()]
+    if isinstance(tensors, (list, tuple, ValuesView)):
         return [_views(t, f"{name}[{at}]") for at, t in enumerate(tensors)]
     return tensor_view(tensors, name)
 
@@ -72,6 +74,7 @@ class PagedCache(Uncopied):
         cls,
         tensors: Any,
         *,
+        axes: str | None = None,
         format: int | str | Format | None = None,
         engine: str = "vllm",
         kv_layout: str | None = None,
@@ -81,12 +84,15 @@ class PagedCache(Uncopied):
         kv_list_layout: str | None = None,
         planes: int | None = None,
     ) -> PagedCache:
-        """From the engine's tensors, as it hands them over: one, a list, or a list of lists.
+        """From the engine's tensors, as it hands them over: one, a list, a list of lists, or vLLM's dict of layers.
 
         Parameters
         ----------
         tensors : object
             Tensors of any library on one device.
+        axes : str, optional
+            The axes of a tensor as it is shaped, such as ``"PBTHD"``: nothing is inferred then, and strides may be
+            any as long as the elements of a head are dense; see `kvraw.discovery.discover`.
         format, engine, kv_layout, block_size, num_heads, head_size, kv_list_layout, planes
             Hints, see `kvraw.discovery.discover`; needed only where the tensors leave a choice.
 
@@ -102,6 +108,7 @@ class PagedCache(Uncopied):
         views = _views(tensors)
         found = discover(
             views,
+            axes=axes,
             format=format,
             engine=engine,
             kv_layout=kv_layout,
@@ -118,7 +125,9 @@ class PagedCache(Uncopied):
             devices.append(locate(view.address, view.nbytes).device if asked else view.device)
         if len(set(devices)) != 1:
             raise PlacementError(f"tensors lie on different devices: {sorted(set(map(str, devices)))}")
-        return cls(found.layout, found.addresses, devices[0], tensors, any(v.readonly for v in flat))
+        # Not the container that was handed over: the caller may change it.
+        owners = tuple(v.owner for v in flat)
+        return cls(found.layout, found.addresses, devices[0], owners, any(v.readonly for v in flat))
 
     @classmethod
     def from_pointers(
@@ -178,7 +187,7 @@ class PagedCache(Uncopied):
 
     def __repr__(self) -> str:
         where = "host" if self.device is None else f"cuda:{self.device}"
-        return f"PagedCache({self.layout.format.name}, {self.geometry}, {where})"
+        return f"PagedCache({self.layout}, on {where})"
 
 
 def _require_distinct(name: str, layout: CacheLayout, addresses: Sequence[int]) -> None:

@@ -1,34 +1,27 @@
 """From tensors to a format and a geometry: what was handed in, how its memory is ordered, and what the hints say.
 
-Strides decide, logical shape does not. Dimensions larger than 1, sorted by stride, are the physical order. Nothing is
-copied; what is not dense is refused, except padding between blocks that are the outermost axis.
+Nothing is copied. There are two ways in:
 
-The stride of a dimension of size 1 is never used to address memory, so its place is a matter of convention. The rule:
-
-1. Every placement of the size-1 dimensions among a format's axes is read, and the hints strike out what contradicts
-   them. Readings that address the same bytes are one reading. Two that differ in whether ``T`` or ``H`` is the 1 move
-   the same bytes per block: the heads are the 1 then, and of NHD and HND the format is NHD, unless a hint says
-   otherwise.
-2. Where readings with different meanings are left, the size-1 dimension's stride is taken as evidence: every array that
-   was ever contiguous gives it the stride of the dimension directly outside, and a transpose keeps that, so any
-   permutation of the same memory is read alike. A stride that fits no place says nothing: such a dimension stays
-   directly inside the one that precedes it logically. A stride of one element may mean either, as DLPack writes it for
-   every size-1 dimension: both are read, and a head of more than one element is the likelier.
-3. What is left after that cannot be told apart: an error names the hints that settle it.
+1. ``axes=``: the caller names every axis, nothing is inferred, strides are followed.
+2. Hints, or none. Every reading that fits the tensors, the engine and the hints is made: each shape of
+   `kvraw.handed_in.ROWS` with its axes in the order of memory, whatever the order of the tensor's axes, and, where no
+   format is named, with its axes as the tensor is shaped. The stride of an axis of size 1 means nothing, so such an
+   axis may be any. One reading must be left: two that put any token of any layer, plane or head elsewhere are an
+   error, which names the hints that settle it. Nothing is likelier than something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from math import prod
 from typing import Any, Protocol, TypeAlias
 
 from kvraw.errors import LayoutError
-from kvraw.formats import Format
-from kvraw.handed_in import ENGINES, HALVES, HINTS, KV_LAYOUTS, KV_LISTS, LETTERS, PRODUCTS, ROWS, Row
-from kvraw.layout import CacheLayout, Geometry, find_format
+from kvraw.formats import VLLM_LAYOUTS, Format
+from kvraw.handed_in import ENGINES, HALVES, HINTS, LETTERS, PRODUCTS, ROWS, Row
+from kvraw.layout import CacheLayout, find_format
+from kvraw.layouts.reading import Hints, Memory, Reading, Spelling, list_sizes, one_of, read
 
 __all__ = ["Discovery", "Tensors", "View", "discover"]
 
@@ -57,89 +50,6 @@ class Discovery:
     addresses: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Hints:
-    """The hints, checked on their own."""
-
-    kv_layout: str | None
-    block_size: int | None
-    num_heads: int | None
-    head_size: int | None
-    planes: int | None
-    kv_list_layout: str | None
-
-    def __post_init__(self) -> None:
-        for name in HINTS.values():
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise LayoutError(f"{name} is {value}, must be positive")
-        _one_of("kv_layout", self.kv_layout, KV_LAYOUTS)
-        _one_of("kv_list_layout", self.kv_list_layout, KV_LISTS)
-        if self.planes not in (None, 1, 2):
-            raise LayoutError(f"planes is {self.planes}, must be 1 or 2")
-
-    def __str__(self) -> str:
-        given = asdict(self)
-        return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None) or "no hints"
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """The physical order of a tensor, outermost first.
-
-    `sizes` leaves the size-1 dimensions out, `placed` has them where their strides may put them; `padded` is the
-    outermost stride where it is more than dense.
-    """
-
-    sizes: tuple[int, ...]
-    placed: tuple[tuple[int, ...], tuple[int, ...]]
-    itemsize: int
-    padded: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A row with every axis given a size; `layout` is None where `missing` hints are needed for that."""
-
-    row: Row
-    dims: tuple[int, ...]
-    layout: CacheLayout | None
-    missing: tuple[str, ...] = ()
-
-    def same(self) -> object:
-        """A key that is equal where the same bytes are addressed for every layer, plane and block."""
-        if self.layout is None:
-            return self.row.format
-        geometry, strides = self.layout.geometry, self.layout.strides()
-        sizes = geometry.axis_sizes(geometry.block_size)
-        long = [axis for axis in "BLPTH" if sizes[axis] > 1]
-        # One of T and H alone is named alike: a block of n tokens of one head is one of one token of n heads.
-        named = [("T" if axis == "H" and "T" not in long else axis, sizes[axis], strides[axis]) for axis in long]
-        return tuple(named), geometry.head_size, "".join(x for x in self.row.format.pointers if sizes[x] > 1)
-
-    def value(self, hint: str) -> object:
-        """What `hint` would say for this reading."""
-        if hint == "format":
-            return self.row.format.number if self.row.format.number >= 0 else self.row.format.name
-        if hint == "kv_layout":
-            return None if self.row.format.mla else "HND" if self.row.format.hnd else "NHD"
-        if hint == "kv_list_layout":
-            return self.row.lists.split()[-1]
-        assert self.layout is not None
-        return getattr(self.layout.geometry, "heads" if hint == "num_heads" else hint)
-
-    def __str__(self) -> str:
-        assert self.layout is not None
-        g = self.layout.geometry
-        counts = f"blocks={g.blocks}, block_size={g.block_size}, num_heads={g.heads}, head_size={g.head_size}"
-        return f"{self.row.label} ({self.row.format.name}: layers={g.layers}, planes={g.planes}, {counts})"
-
-
-def _one_of(name: str, value: str | None, allowed: Iterable[str]) -> None:
-    if value is not None and value not in allowed:
-        raise LayoutError(f"{name} is {value!r}, must be one of {', '.join(map(repr, allowed))}")
-
-
 def _flatten(tensors: Tensors) -> tuple[tuple[int, ...], dict[str, View]]:
     """The lengths of the list levels, and the tensors by the name that errors call them."""
     levels: tuple[int, ...] = ()
@@ -159,172 +69,155 @@ def _flatten(tensors: Tensors) -> tuple[tuple[int, ...], dict[str, View]]:
     return levels, found
 
 
-def _told(name: str, view: View) -> str:
+def _described(name: str, view: View) -> str:
     return f"{name} (shape {tuple(view.shape)}, strides {tuple(view.strides)} bytes, itemsize {view.itemsize})"
 
 
-def _physical(views: dict[str, View]) -> _Memory:
-    """The physical order that all tensors share."""
+def _memory(views: dict[str, View], levels: tuple[int, ...]) -> Memory:
+    """What all tensors share: no two of their elements are at one address."""
     (first, view), *others = views.items()
-    shape, strides = tuple(view.shape), tuple(view.strides)
+    memory = Memory(tuple(map(int, view.shape)), tuple(map(int, view.strides)), view.itemsize, levels)
     for name, other in others:
-        alike = tuple(other.shape) == shape and other.itemsize == view.itemsize
-        if not alike or any(n != 1 and a != b for n, a, b in zip(shape, strides, other.strides, strict=True)):
-            raise LayoutError(f"{_told(name, other)} differs from {_told(first, view)}: all must be alike")
-    if 0 in shape:
-        raise LayoutError(f"{_told(first, view)} has no elements")
-    order = sorted((i for i, n in enumerate(shape) if n > 1), key=lambda i: -strides[i])
-    padded, unit = 0, view.itemsize
-    for i in reversed(order):
-        if strides[i] <= 0:
-            why = "an expanded dimension" if strides[i] == 0 else "a reversed dimension"
-            raise LayoutError(f"{_told(first, view)}: dimension {i} has stride {strides[i]}, {why}; must be positive")
-        if strides[i] != unit:
-            if i != order[0] or strides[i] < unit:
-                raise LayoutError(
-                    f"{_told(first, view)}: dimension {i} has stride {strides[i]}, dense memory has {unit} there; "
-                    "accepted is any permutation of a contiguous tensor, padded at most between outermost blocks"
-                )
-            padded = strides[i]
-        unit = strides[i] * shape[i]
-    placed = _placed(shape, strides, order[:-1], unit), _placed(shape, strides, order, unit)
-    return _Memory(tuple(shape[i] for i in order), placed, view.itemsize, padded)
+        alike = tuple(other.shape) == memory.shape and other.itemsize == view.itemsize
+        if not alike or any(memory.strides[i] != other.strides[i] for i in memory.order):
+            raise LayoutError(f"{_described(name, other)} differs from {_described(first, view)}: all must be alike")
+    if 0 in memory.shape:
+        raise LayoutError(f"{_described(first, view)} has no elements")
+    end = view.itemsize
+    for i in reversed(memory.order):
+        step = memory.strides[i]
+        if step < end:
+            why = "an expanded axis" if step == 0 else "a reversed axis" if step < 0 else "axes overlap"
+            raise LayoutError(
+                f"{_described(first, view)}: axis {i} has stride {step}, {why}; must be {end} or more there"
+            )
+        end += step * (memory.shape[i] - 1)
+    return memory
 
 
-def _placed(shape: tuple[int, ...], strides: tuple[int, ...], order: list[int], extent: int) -> tuple[int, ...]:
-    """The physical shape with every size-1 dimension inside one of `order` of its stride, or its logical neighbour."""
-    outside = {strides[i]: i for i in order}
-    placed = sorted((i for i, n in enumerate(shape) if n > 1), key=lambda i: -strides[i])
-    for i, size in enumerate(shape):
-        if size == 1:
-            before = -1 if strides[i] >= extent else outside.get(strides[i], i - 1)
-            placed.insert(placed.index(before) + 1 if before >= 0 else 0, i)
-    return tuple(shape[i] for i in placed)
+def _named(axes: str, levels: tuple[int, ...], dims: int, hints: Hints) -> Spelling:
+    """The spelling that `axes` is, with the list levels named too."""
+    given, slash, letters = axes.rpartition("/")
+    if set(axes) & {"N", "C"}:
+        raise LayoutError(
+            f"axes is {axes!r}, must name the axes as the tensors are shaped by the letters {''.join(LETTERS)}; "
+            f"a name of vLLM's for the order in memory is kv_layout="
+        )
+    spelled = "".join(PRODUCTS.get(x, {"W": "D", "1": "", "2": ""}.get(x, x)) for x in given + letters)
+    known = set(letters) <= set(LETTERS) and set(given) <= {"L", "P"}
+    if not known or len(set(spelled)) != len(spelled) or not set("BTD") <= set(spelled):
+        raise LayoutError(
+            f"axes is {axes!r}, must name blocks B, tokens of a block T (or S: blocks*block_size) and elements D, "
+            f"and what else there is: heads H, planes P (K and V), layers L, 1; each once, lists in front: 'PL/BTHD'"
+        )
+    if set(letters) & {"2", "W"} and "P" in spelled:
+        raise LayoutError(f"axes is {axes!r}: 2 and W are K and V of a head side by side, P must not be named too")
+    if len(letters) != dims:
+        raise LayoutError(f"axes is {axes!r}, names {len(letters)} axes of a tensor, the tensors have {dims}")
+    if not slash:
+        given = "".join(a for a in "LP" if a not in letters)
+        if len(levels) < 2 or len(given) < 2:
+            given = given[: len(levels)] if levels != (1,) or "L" in given else ""
+        elif levels == (2, 2):
+            raise LayoutError(f"axes is {axes!r}, tensors is lists of 2 by 2: say 'PL/{axes}' or 'LP/{axes}'")
+        elif levels[0] == 2:
+            given = "PL"
+    if (hints.kv_list_layout == "k_v") != (set(given) == {"P", "L"}) and hints.kv_list_layout is not None:
+        raise LayoutError(f"axes is {axes!r} for lists of {given!r}, kv_list_layout is {hints.kv_list_layout!r}")
+    flat = len(levels) == 1 and len(given) == 2 and levels[0] % 2 == 0
+    if not (len(given) == len(levels) or flat or (not given and set(levels) <= {1})):
+        lists = " of ".join(f"a list of {n}" for n in levels) or "one tensor"
+        raise LayoutError(f"axes is {axes!r} with {given or 'nothing'!r} for the lists, tensors is {lists}")
+    return Spelling(given, letters)
 
 
-def _counts(given: str, levels: tuple[int, ...], asked: bool) -> dict[str, int] | None:
-    """Sizes of the axes that are lists, or None where the lists do not fit."""
-    letters = given.split(",") if given else []
-    if asked and len(levels) != len(letters) and set(levels) <= {1}:
-        levels = (1,) * len(letters)  # a format that was asked for takes its one tensor bare or alone in a list
-    if len(letters) != len(levels):
+def _candidates(row: Row, memory: Memory, hints: Hints, asked: bool) -> Iterator[Spelling]:
+    """Every way to lay the axes of a row on those of the tensors: as they are shaped, as their memory is ordered."""
+    lists, order = row.given.replace(",", ""), memory.order
+    if not asked:
+        shaped = row.dims
+        if hints.kv_layout in VLLM_LAYOUTS and set(row.dims) <= set("LBHTD"):
+            shaped = "".join(a for a in "LBHTD" if a in row.dims)  # the order of vLLM's views, whatever their memory
+        yield Spelling(lists, shaped, row.format)
+    ones = [i for i, n in enumerate(memory.shape) if n == 1]
+    for places in combinations(range(len(row.dims)), len(order)):
+        others = (p for p in range(len(row.dims)) if p not in places)
+        placed = dict(zip(order, places, strict=True)) | dict(zip(ones, others, strict=True))
+        yield Spelling(lists, "".join(row.dims[placed[i]] for i in range(len(row.dims))), row.format)
+
+
+def _require_order(reading: Reading, kv_layout: str | None, form: Format | None) -> None:
+    """Raise `LayoutError` where heads and tokens, or all axes of a name of vLLM's, are ordered otherwise in memory."""
+    if reading.layout is None:
+        return
+    steps = {a: reading.steps[a] for a in reading.steps if reading.sizes[a] > 1}
+    hnd = steps["H"] > steps["T"] if {"T", "H"} <= set(steps) else None
+    if form is not None:
+        if hnd not in (None, form.hnd):
+            raise LayoutError(f"is {'HND' if hnd else 'NHD'} in memory, {form.name} is {'HND' if form.hnd else 'NHD'}")
+    elif kv_layout is not None and kv_layout in VLLM_LAYOUTS:
+        found = sorted((a for a in steps if a in "LBTH"), key=lambda a: -steps[a])
+        if found != [a for a in VLLM_LAYOUTS[kv_layout].axes if a in found]:
+            raise LayoutError(f"is {''.join(found)} in memory, kv_layout is {kv_layout!r}")
+    elif kv_layout is not None and hnd not in (None, kv_layout == "HND"):
+        raise LayoutError(f"is {'HND' if hnd else 'NHD'} in memory, kv_layout is {kv_layout!r}")
+
+
+def _shown(row: Row, reading: Reading) -> str:
+    assert reading.layout is not None
+    g = reading.layout.geometry
+    counts = f"blocks={g.blocks}, block_size={g.block_size}, num_heads={g.heads}, head_size={g.head_size}"
+    name = f"{row.format.name}: " if row.format.number >= 0 else ""
+    return f"{row.label} ({name}layers={g.layers}, planes={g.planes}, {counts})"
+
+
+def _says(row: Row, reading: Reading, hint: str) -> object:
+    """What `hint` would say for this reading; None where it says nothing certain."""
+    assert reading.layout is not None
+    if hint == "axes":
+        return str(reading.spelling)
+    if hint == "format":
+        form = row.format
+        return form.number if form.number >= 0 else form.name if form.name in VLLM_LAYOUTS else None
+    if hint == "kv_layout":
+        return None if row.format.mla or row.layouts[0] in VLLM_LAYOUTS else row.layouts[0]
+    if hint == "kv_list_layout":
+        return row.lists.split()[-1] if row.lists.split()[-1] != "-" else None
+    if hint == "head_size" and row.format.number in HALVES:
         return None
-    counts = {}
-    for axes, n in zip(letters, levels, strict=True):
-        rest = n
-        if "P" in axes:
-            counts["P"], rest, odd = 2, n // 2, n % 2
-            if odd:
-                return None
-        if "L" in axes:
-            counts["L"] = rest
-        elif rest != 1:
-            return None
-    return counts
+    return getattr(reading.layout.geometry, "heads" if hint == "num_heads" else hint)
 
 
-def _solve(letter: str, size: int, sizes: dict[str, int], hints: _Hints) -> tuple[str, ...]:
-    """Split a product of axes into `sizes` by the hints; the hints that are missing for that."""
-    known = {axis: getattr(hints, HINTS[axis]) for axis in PRODUCTS[letter] if axis in HINTS}
-    known = {axis: value for axis, value in known.items() if value is not None}
-    unknown = [axis for axis in PRODUCTS[letter] if axis not in known]
-    if len(unknown) > 1:
-        return tuple(HINTS[axis] for axis in unknown if axis in HINTS)
-    step = prod(known.values())
-    if size % step or (not unknown and size != step):
-        told = " * ".join(f"{HINTS[axis]}={value}" for axis, value in known.items())
-        raise LayoutError(f"{LETTERS[letter]} is {size}, must be {'a multiple of ' if unknown else ''}{told}")
-    sizes.update(known | dict.fromkeys(unknown, size // step))
-    return ()
+_Readings = list[tuple[Row, Reading]]
 
 
-def _read(row: Row, dims: tuple[int, ...], counts: dict[str, int], memory: _Memory, hints: _Hints) -> _Reading:
-    """The row with these sizes; a LayoutError says why they cannot be."""
-    form, sizes = row.format, dict(counts)
-    missing: tuple[str, ...] = ()
-    for letter, size in zip(row.dims, dims, strict=True):
-        must = {"1": 1, "2": 2, "P": 2}.get(letter, size)
-        if size != must:
-            raise LayoutError(f"physical shape {dims} has {size} where {must} must be")
-        if letter in PRODUCTS:
-            missing += _solve(letter, size, sizes, hints)
-        else:
-            sizes[letter] = size
-    planes = (hints.planes or 1) if form.fused else form.planes
-    if hints.kv_layout not in (None, "HND" if form.hnd else "NHD") and form.number >= 0 and not form.mla:
-        raise LayoutError(f"is {'HND' if form.hnd else 'NHD'}, kv_layout is {hints.kv_layout!r}")
-    if hints.planes not in (None, planes):
-        raise LayoutError(f"has {planes} plane(s), planes is {hints.planes}")
-    if memory.padded and (form.axes[0] != "B" or row.dims[next(i for i, n in enumerate(dims) if n > 1)] != "B"):
-        raise LayoutError(f"the outermost stride is padded to {memory.padded} bytes, only outermost blocks may be")
-    if missing:
-        return _Reading(row, dims, None, missing)
-    if form.fused:
-        width = sizes.get("W", 2 * sizes.get("D", 0))
-        if width % planes:
-            raise LayoutError(f"K and V side by side are {width} elements, must be even for planes={planes}")
-        sizes["D"] = width // planes
-    for axis, name in HINTS.items():
-        hint, size = getattr(hints, name), sizes.get(axis, 1)
-        half = axis == "D" and form.number in HALVES and planes == 1 and hint is not None and size == 2 * hint
-        if hint not in (None, size) and not half:
-            raise LayoutError(f"physical shape {dims} gives {name} {size}, the hint {name} is {hint}")
-    layers, blocks, tokens, heads, width = (sizes.get(axis, 1) for axis in "LBTHD")
-    geometry = Geometry(layers, blocks, tokens, heads, width, memory.itemsize, planes, memory.padded)
-    return _Reading(row, dims, CacheLayout(form, geometry))
-
-
-def _assignments(row: Row, memory: _Memory) -> Iterator[tuple[int, ...]]:
-    """Every way to lay the sizes, in order, on the row's axes, the rest being 1; first as the strides have it."""
-    yield memory.placed[0]
-    for axes in combinations(range(len(row.dims)), len(memory.sizes)):
-        sizes = dict(zip(axes, memory.sizes, strict=True))
-        dims = tuple(sizes.get(i, 1) for i in range(len(row.dims)))
-        if dims != memory.placed[0]:
-            yield dims
-
-
-def _evident(groups: list[list[_Reading]], memory: _Memory, head_size: int | None) -> list[list[_Reading]]:
-    """The groups that the strides of size-1 dimensions speak for, or all of them where they say nothing."""
-    widths = {id(group): group[0].layout.geometry.head_size for group in groups if group[0].layout}
-    # The hint means one half of a fused head only where it cannot be the whole of it.
-    groups = [group for group in groups if head_size in (None, widths.get(id(group), head_size))] or groups
-    some = [group for group in groups if any(x.dims in memory.placed for x in group)]
-    return [group for group in some if widths.get(id(group)) != 1] or some or groups
-
-
-def _choose(readings: list[_Reading], memory: _Memory, head_size: int | None, what: str) -> _Reading:
-    """The one reading that is left by the rules of this module."""
-
-    def rank(reading: _Reading) -> tuple[bool, int, bool, bool]:
-        heads = reading.layout.geometry.heads if reading.layout else 1
-        return reading.row.rare, heads, reading.row.format.hnd, reading.dims not in memory.placed
-
-    alike: dict[object, list[_Reading]] = {}
-    for reading in sorted(readings, key=rank):
-        alike.setdefault(reading.same(), []).append(reading)
+def _only(readings: _Readings, what: str) -> Reading:
+    """The reading that is left, or an error that names what settles it."""
+    alike: dict[object, _Readings] = {}
+    for row, reading in readings:
+        alike.setdefault(reading.same, []).append((row, reading))
     groups = list(alike.values())
-    groups = _evident([group for group in groups if not group[0].row.rare] or groups, memory, head_size)
-    for first, *_ in groups:
-        if first.missing:
-            needs = ", ".join(f"{name}=" for name in first.missing)
-            raise LayoutError(f"{what}: {first.row.label} is handed in as {first.row.shown}: pass {needs}")
+    for (row, reading), *_ in groups:
+        if reading.missing:
+            needs = ", ".join(f"{name}=" for name in reading.missing)
+            raise LayoutError(f"{what}: {row.label} is handed in as {row.shown}: pass {needs}")
     if len(groups) == 1:
-        return groups[0][0]
+        return groups[0][0][1]
     options = []
-    for hint in ("kv_layout", "block_size", "num_heads", "head_size", "planes", "kv_list_layout", "format"):
-        values = [{reading.value(hint) for reading in group} for group in groups]
+    for hint in ("kv_layout", *HINTS.values(), "planes", "kv_list_layout", "format", "axes"):
+        values = [{_says(row, reading, hint) for row, reading in group} for group in groups]
         every = set().union(*values)
-        if len(every) == sum(map(len, values)) and every.isdisjoint({None, "-"}):
-            options.append(" or ".join(f"{hint}={group[0].value(hint)!r}" for group in groups))
-    readable = "; or ".join(str(group[0]) for group in groups)
-    settle = ", or ".join(options) or f"format= and {', '.join(HINTS.values())}, or hand in unpermuted tensors"
-    raise LayoutError(f"{what} cannot be told apart: {readable}. To settle it pass {settle}")
+        if len(every) == sum(map(len, values)) and None not in every:
+            first = [_says(*group[0], hint) for group in groups]
+            options.append(" or ".join(f"{hint}={value!r}" for value in first[:6]) + " ..." * (len(first) > 6))
+    readable = "; or ".join(_shown(*group[0]) for group in groups[:6]) + "; or ..." * (len(groups) > 6)
+    raise LayoutError(f"{what} cannot be told apart: {readable}. To settle it pass {', or '.join(options)}")
 
 
 def discover(
     tensors: Tensors,
     *,
+    axes: str | None = None,
     format: int | str | Format | None = None,
     engine: str = "vllm",
     kv_layout: str | None = None,
@@ -340,58 +233,104 @@ def discover(
     ----------
     tensors : View, sequence of View, or sequence of sequences of View
         What the engine hands in, in any permutation of its dimensions.
+    axes : str, optional
+        The axes of a tensor as it is shaped, such as ``"PBTHD"``: ``B`` blocks, ``T`` tokens of a block, ``H`` heads,
+        ``D`` elements of a head, ``P`` planes (K and V), ``L`` layers, ``S`` blocks * block_size (with `block_size`),
+        ``1`` an axis that is none. Nothing is inferred then, and strides may be any as long as ``D`` is dense. Lists
+        are layers, or pairs or lists of K and V where no ``P`` is named; ``"PL/BTHD"`` names them too.
     format : int, str or Format, optional
-        The format, where it is known: only the geometry is derived, and `engine` does not matter.
+        The format, where it is known: its axes are the order in memory, and `engine` does not matter.
     engine : str
         ``"vllm"``, ``"sglang"`` or ``"trtllm"``: whose shapes they are.
     kv_layout : str, optional
-        ``"NHD"`` or ``"HND"``; not asked of formats without heads.
+        ``"NHD"``, ``"HND"`` or one of vLLM's ``"LBNHC"``, ``"LBHNC"``, ``"LHBNC"``, ``"BLHNC"``, ``"BLNHC"``,
+        ``"BHLNC"``: the order in memory; not asked of formats without heads.
     block_size, num_heads, head_size : int, optional
         Tokens per block, KV heads, elements per head (for fused formats of one half or of both).
     kv_list_layout : str, optional
         SGLang: a flat list is ``"k_v"``, all K then all V, or ``"unified"``, one entry per layer.
     planes : int, optional
-        1 or 2; for fused formats whether K and V are taken apart.
+        1 or 2; for fused formats whether K and V are taken apart: they are not where nothing is said.
 
     Raises
     ------
     LayoutError
         The tensors fit no format, contradict the hints, or cannot be told apart: the text names what settles it.
     """
-    hints = _Hints(kv_layout, block_size, num_heads, head_size, planes, kv_list_layout)
-    _one_of("engine", engine, ENGINES)
+    hints = Hints(kv_layout, block_size, num_heads, head_size, planes, kv_list_layout)
+    one_of("engine", engine, ENGINES)
+    if kv_list_layout is not None and engine != "sglang" and format is None and axes is None:
+        raise LayoutError(f"kv_list_layout is {kv_list_layout!r}, engine is {engine!r}: only 'sglang' has it")
+    levels, views = _flatten(tensors)
+    memory = _memory(views, levels)
+    name, view = next(iter(views.items()))
+    what = _described(name, view) if len(views) == 1 else f"{len(views)} tensors like {_described(name, view)}"
+    if axes is not None:
+        if format is not None:
+            raise LayoutError(f"axes is {axes!r}, format is {format!r}: pass one of them")
+        found = _by_axes(axes, memory, hints, what)
+    else:
+        found = _by_rows(format, engine, memory, hints, what)
+    assert found.layout is not None
+    addresses = tuple(int(x.address) for x in views.values())
+    if found.split:  # K and V are the two halves of the one tensor
+        addresses = (addresses[0], addresses[0] + found.split)
+    return Discovery(found.layout, addresses)
+
+
+def _by_axes(axes: str, memory: Memory, hints: Hints, what: str) -> Reading:
+    spelling = _named(axes, memory.levels, len(memory.shape), hints)
+    try:
+        found = read(spelling, memory, hints)
+        _require_order(found, hints.kv_layout, None)
+    except LayoutError as error:
+        raise LayoutError(f"{what}, axes {axes!r} with {hints}: {error}") from None
+    if found.missing:
+        needs = ", ".join(f"{name}=" for name in found.missing)
+        raise LayoutError(f"{what}, axes {axes!r}: pass {needs}")
+    return found
+
+
+def _by_rows(format: int | str | Format | None, engine: str, memory: Memory, hints: Hints, what: str) -> Reading:
+    levels, asked = memory.levels, format is not None
     if format is not None:
         form = find_format(format)
         rows = [row for row in ROWS if row.format == form]
         rows = rows or [Row(form, ",".join(form.pointers), form.axes.replace("BT", "S") if form.flat else form.axes)]
         source = rows[0].label
     else:
-        if kv_list_layout is not None and engine != "sglang":
-            raise LayoutError(f"kv_list_layout is {kv_list_layout!r}, engine is {engine!r}: only 'sglang' has it")
-        rows = [x for x in ROWS if engine in x.engines.split() and (kv_list_layout or "-") in x.lists.split()]
+        engines = {engine} | ({"named"} if engine == "vllm" and hints.kv_layout in VLLM_LAYOUTS else set())
+        rows = [x for x in ROWS if engines & {*x.engines.split()} and (hints.kv_list_layout or "-") in x.lists.split()]
         source = f"engine {engine!r}"
-    levels, views = _flatten(tensors)
-    memory = _physical(views)
-    name, view = next(iter(views.items()))
-    what = _told(name, view) if len(views) == 1 else f"{len(views)} tensors like {_told(name, view)}"
-    fits = [(row, _counts(row.given, levels, format is not None)) for row in rows if len(row.dims) == len(view.shape)]
-    if not any(counts is not None for _, counts in fits):
+
+    def fit(row: Row) -> bool:
+        depth = len(row.given.split(",")) if row.given else 0
+        alone = asked and set(levels) <= {1}  # a format that was asked for takes its one tensor bare or in a list
+        return len(row.dims) == len(memory.shape) and (
+            alone or (len(levels) == depth and list_sizes(row.given.replace(",", ""), levels) is not None)
+        )
+
+    fits = [row for row in rows if fit(row)]
+    if not fits:
         shown = "; ".join(f"{row.shown} ({row.label})" for row in rows)
         lists = f"a list of {' lists of '.join(map(str, levels))}" if levels else "one tensor"
-        raise LayoutError(f"tensors is {lists}, {what}: {source} takes {shown}")
-    readings: list[_Reading] = []
+        raise LayoutError(f"tensors is {lists}, {what}: {source} takes {shown}; or name the axes: axes=")
+    readings: _Readings = []
     reasons: dict[str, str] = {}  # not the errors: their tracebacks would keep the tensors
-    for row, dims, counts in ((x, dims, n) for x, n in fits if n is not None for dims in _assignments(x, memory)):
-        try:
-            readings.append(_read(row, dims, counts, memory, hints))
-        except LayoutError as error:
-            reasons.setdefault(f"{row.label}, {row.shown}", str(error))
+    for row in fits:
+        label = f"{row.label}, {row.shown}"
+        if hints.kv_layout not in (None, *row.layouts):
+            reasons[label] = f"is {' or '.join(row.layouts)}, kv_layout is {hints.kv_layout!r}"
+            continue
+        for spelling in dict.fromkeys(_candidates(row, memory, hints, asked)):
+            try:
+                reading = read(spelling, memory, hints)
+                _require_order(reading, None, row.format)
+            except LayoutError as error:
+                reasons.setdefault(label, str(error))
+            else:
+                readings.append((row, reading))
     if not readings:
         why = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
-        raise LayoutError(f"{what} fits no layout of {source} with {hints}: {why}")
-    found = _choose(readings, memory, head_size, what)
-    assert found.layout is not None
-    addresses = tuple(int(x.address) for x in views.values())
-    if "P" in found.row.dims and "P" in found.row.format.pointers:  # K and V are the two halves of the one tensor
-        addresses = (addresses[0], addresses[0] + prod(memory.sizes) * memory.itemsize // 2)
-    return Discovery(found.layout, addresses)
+        raise LayoutError(f"{what} fits no layout of {source} with {hints}: {why}; or name the axes: axes=")
+    return _only(readings, what)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["CHUNK_LAYOUTS", "FORMATS", "HOST_LAYOUTS", "ChunkLayout", "Format"]
+__all__ = ["CHUNK_LAYOUTS", "FORMATS", "HOST_LAYOUTS", "VLLM_LAYOUTS", "ChunkLayout", "Format"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,15 @@ HOST_LAYOUTS = MappingProxyType(
             Format(-1, "page_first_mla", "", "BTLD", mla=True),
             Format(-1, "page_first_direct_mla", "", "BLTD", mla=True),
         )
+    }
+)
+
+# vLLM's names of the order in memory (its N is a token of a block, its C the content of a head, K and V side by side),
+# as one tensor that holds all layers; a layer's own tensor has the same order without L.
+VLLM_LAYOUTS = MappingProxyType(
+    {
+        name: Format(-1, name, "", name.replace("N", "T").replace("C", "D"))
+        for name in ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
     }
 )
 

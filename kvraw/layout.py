@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from kvraw.checks import integer
 from kvraw.errors import LayoutError
-from kvraw.formats import CHUNK_LAYOUTS, FORMATS, HOST_LAYOUTS, ChunkLayout, Format
+from kvraw.formats import CHUNK_LAYOUTS, FORMATS, HOST_LAYOUTS, VLLM_LAYOUTS, ChunkLayout, Format
 from kvraw.plan import CopyPlan, Side
 
 __all__ = ["CacheLayout", "Geometry", "chunk_side", "copy_plan", "find_chunk_layout", "find_format"]
@@ -76,6 +76,9 @@ class Geometry:
         }
 
 
+_WORDS = {"B": "block", "L": "layer", "P": "plane", "T": "token", "H": "head", "D": "element"}
+
+
 def _strides(axes: str, sizes: dict[str, int], unit: int, block_stride: int = 0) -> dict[str, int]:
     """Byte stride of each axis, tight from the innermost outwards; absent axes have stride 0."""
     strides = dict.fromkeys("BLPTHD", 0)
@@ -137,6 +140,23 @@ class CacheLayout:
         if self.given:
             return {**dict.fromkeys("BLPTHD", 0), **dict(self.given)}
         return _strides(self.axes, g.axis_sizes(g.block_size), g.element_size, g.block_stride)
+
+    def __str__(self) -> str:
+        g, f = self.geometry, self.format
+        planes = "K and V apart" if g.planes == 2 else "one plane"
+        heads = f"{g.heads} head{'s' * (g.heads != 1)} of {g.head_size} elements of {g.element_size} bytes"
+        each = " and ".join({"L": "layer", "P": "plane"}[a] for a in f.pointers)
+        order = ", ".join(_WORDS[a] for a in self.axes)
+        sizes, strides, expected, gaps = g.axis_sizes(g.block_size), self.strides(), g.element_size, []
+        for a in reversed(self.axes):
+            if sizes[a] > 1:
+                gaps += [f"{strides[a]} bytes from one {_WORDS[a]} to the next"] * (strides[a] != expected)
+                expected = strides[a] * sizes[a]
+        return (
+            f"{f.name}: {g.layers} layer{'s' * (g.layers != 1)}, {planes}, {g.blocks} blocks of {g.block_size} tokens, "
+            f"{heads}; {f'a tensor per {each}' if each else 'one tensor'}, in memory [{order}]"
+            + "".join(f", {gap}" for gap in reversed(gaps))
+        )
 
     def tensor_bytes(self) -> int:
         """Bytes from a tensor's base to the end of its last run."""
@@ -221,7 +241,7 @@ def find_format(format: int | str | Format) -> Format:
     if isinstance(format, Format):
         return format
     if isinstance(format, str):
-        named = {row.name: row for row in FORMATS.values()} | dict(HOST_LAYOUTS)
+        named = {row.name: row for row in FORMATS.values()} | HOST_LAYOUTS | VLLM_LAYOUTS
         if format in named:
             return named[format]
         raise LayoutError(f"format {format!r} is unknown; known: {', '.join(named)}")

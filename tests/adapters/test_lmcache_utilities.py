@@ -16,6 +16,8 @@ S = {
     1: Shape(nl=2, nb=9, bs=4, nh=1, d=8, planes=1),
 }
 FUSED = Shape(nl=2, nb=9, bs=4, nh=2, d=8, planes=1)
+ONE_HEAD = Shape(nl=2, nb=9, bs=4, nh=1, d=8, planes=2)
+ONE_TOKEN = Shape(nl=2, nb=9, bs=1, nh=2, d=8, planes=2)
 PER = 2
 # number, shape, hints, format that is asked for
 CASES: list[tuple[int, Shape, dict[str, Any], int | None]] = [
@@ -23,11 +25,18 @@ CASES: list[tuple[int, Shape, dict[str, Any], int | None]] = [
     (2, S[2], {"kv_layout": "NHD"}, None),
     (6, S[2], {"kv_layout": "HND"}, None),
     (7, S[2], {"kv_layout": "HND"}, None),
+    (1, ONE_HEAD, {"kv_layout": "NHD"}, None),
+    (7, ONE_HEAD, {"kv_layout": "HND"}, None),
+    (2, ONE_TOKEN, {"kv_layout": "NHD"}, None),
+    (6, ONE_TOKEN, {"kv_layout": "HND"}, None),
+    (6, ONE_TOKEN, {}, 6),
     (3, S[1], {}, None),
     (10, FUSED, {"kv_layout": "HND"}, None),
     (11, FUSED, {"kv_layout": "NHD"}, None),
     (12, FUSED, {"kv_layout": "BLHNC"}, None),
     (13, FUSED, {"kv_layout": "BLNHC"}, None),
+    (12, FUSED, {"kv_layout": "LBHNC"}, None),
+    (13, FUSED, {"kv_layout": "LBNHC"}, None),
     (0, S[2], {}, None),
     (0, S[2], {"kv_layout": "NHD"}, None),
     (8, S[2], {"kv_layout": "HND"}, None),

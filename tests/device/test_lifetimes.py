@@ -264,7 +264,7 @@ def test_an_engine_that_is_asked_of_every_plan(fake: FakeDriver, monkeypatch: py
     kvraw.store(w.cache, w.chunks, [3, 1], stream=w.stream).wait()
     np.testing.assert_array_equal(w.chunk(0)[0, 1, 0], w.paged[1, 0, 3])
     layers = [np.ones((2, 40, 4, 2, 16), np.int16) for _ in range(3)]
-    cache = kvraw.PagedCache.from_tensors(layers, kv_layout="NHD")
+    cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
     kvraw.store(cache, w.chunks, [3, 1]).wait()
     assert (w.chunk(0)[:, :, :2].view(np.int16) == 1).all()
     for one in (w.cache, cache):

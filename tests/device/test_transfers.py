@@ -275,7 +275,7 @@ def test_device_memory_that_says_it_is_read_only_is_a_source_only(world: World) 
     each = world.paged.nbytes // G.layers
     shape = (2, G.blocks, G.block_size, G.heads, G.head_size)
     tensors = [Held(world.memory.address + k * each, shape, "<i2") for k in range(G.layers)]
-    cache = kvraw.PagedCache.from_tensors(tensors, kv_layout="NHD")
+    cache = kvraw.PagedCache.from_tensors(tensors, axes="PBTHD")
     with pytest.raises(kvraw.PlacementError, match="cache holds a read-only tensor"):
         kvraw.load(cache, world.chunks, [39], stream=world.stream)
     np.testing.assert_array_equal(world.now(), world.paged)

@@ -42,7 +42,7 @@ def test_torch_tensors_and_streams(gpu: int) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no device")
     paged = [torch.randn(2, 40, 16, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    cache = kvraw.PagedCache.from_tensors(paged, kv_layout="NHD")
+    cache = kvraw.PagedCache.from_tensors(paged, axes="PBTHD")
     assert cache.device == 0
     chunks = [torch.empty(2, 3, 32, 256, dtype=torch.bfloat16, pin_memory=True) for _ in range(2)]
     side = torch.cuda.Stream()
@@ -110,7 +110,7 @@ def test_a_captured_graph_is_replayed_with_new_ids(gpu: int, verb: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no device")
     paged = [torch.randint(0, 99, (2, 40, 16, 4, 64), device="cuda", dtype=torch.int16) for _ in range(3)]
-    cache = kvraw.PagedCache.from_tensors(paged, kv_layout="NHD")
+    cache = kvraw.PagedCache.from_tensors(paged, axes="PBTHD")
     with kvraw.HostPool(4 << 20, device=0) as pool:
         chunks = pool.chunks(2, cache.chunk_bytes(32))
         ids = torch.tensor([1, 2, 3, 4], device="cuda")

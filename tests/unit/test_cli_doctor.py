@@ -263,7 +263,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file takes a byte
 import numpy as np, kvraw
 from kvraw.cli.main import main
 tensor = np.random.default_rng(0).integers(0, 2**15, (2, 6, 4, 2, 8), dtype=np.int16)
-cache = kvraw.PagedCache.from_tensors([tensor], kv_layout="NHD")
+cache = kvraw.PagedCache.from_tensors([tensor], axes="PBTHD")
 chunk = np.zeros((2, 1, 4, 16), np.int16)
 kvraw.store(cache, [chunk], [3]).wait()
 assert (chunk[:, 0] == tensor[:, 3].reshape(2, 4, 16)).all()

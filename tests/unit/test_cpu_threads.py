@@ -198,7 +198,7 @@ class Slow:
 
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_chunks_are_not_handed_out_while_another_thread_copies(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
-    cache = kvraw.PagedCache.from_tensors([np.ones((2, 8, 4, 2, 16), np.int16)] * 1, kv_layout="NHD")
+    cache = kvraw.PagedCache.from_tensors([np.ones((2, 8, 4, 2, 16), np.int16)] * 1, axes="PBTHD")
     nbytes, slow = cache.chunk_bytes(8), Slow(monkeypatch)
     pool = kvraw.HostPool(8192, pin=False)
     (chunk,) = pool.chunks(1, nbytes)
@@ -221,7 +221,7 @@ def test_chunks_are_not_handed_out_while_another_thread_copies(monkeypatch: pyte
 
 
 def test_a_failed_copy_frees_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = kvraw.PagedCache.from_tensors([np.ones((2, 8, 4, 2, 16), np.int16)], kv_layout="NHD")
+    cache = kvraw.PagedCache.from_tensors([np.ones((2, 8, 4, 2, 16), np.int16)], axes="PBTHD")
 
     def fails(*_: Any) -> None:
         raise MemoryError
@@ -236,7 +236,7 @@ def test_a_failed_copy_frees_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_forked_child_closes_what_a_thread_of_its_parent_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = kvraw.PagedCache.from_tensors([np.ones((2, 8, 4, 2, 16), np.int16)], kv_layout="NHD")
+    cache = kvraw.PagedCache.from_tensors([np.ones((2, 8, 4, 2, 16), np.int16)], axes="PBTHD")
     slow = Slow(monkeypatch)
     with kvraw.HostPool(8192, pin=False) as pool:
         (chunk,) = pool.chunks(1, cache.chunk_bytes(8))

@@ -36,42 +36,37 @@ def test_every_format_has_a_case_and_every_row_is_consistent() -> None:
         assert spelled in known, row
 
 
-@pytest.mark.parametrize("name", CASES)
-@settings(max_examples=40, deadline=None)
-@given(s=sizes(), order=orders(), dtype=st.sampled_from([np.uint16, np.int32, np.uint64]))
-def test_asked_for_format(name: str, s: Sizes, order: list[int], dtype: Any) -> None:
-    case = CASES[name]
-    form = form_of(name)
-    if s.D == 1 and 1 in (s.L, s.B):
-        order = sorted(order)  # see test_one_element_per_head
-    built = Built(case, s, order, dtype=dtype)
-    found = discover(built.views, format=form, **full_hints(name, s))
-    assert found.layout.format == (FORMATS[form] if isinstance(form, int) else HOST_LAYOUTS[form])
-    built.check(found, width_of(name, s))
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.engine])
-@settings(max_examples=40, deadline=None)
-@given(s=sizes(), order=orders())
-def test_engine_with_all_hints(name: str, s: Sizes, order: list[int]) -> None:
-    """Without format=, the bytes are right or the error names format=."""
-    case = CASES[name]
-    assert case.engine is not None
-    built = Built(case, s, order)
-    rare = form_of(name) in (10, 11)  # the deprecated shape with a 2 elsewhere is taken for a common one, by rule
+def right_or_refused(built: Built, width: int, **hints: Any) -> bool:
+    """Whether the views are read, and then right; a refusal names the axes that settle it."""
     try:
-        found = discover(built.views, engine=case.engine, **full_hints(name, s))
+        found = discover(built.views, **hints)
     except LayoutError as error:
         text = str(error)
     else:
-        text = ""
-    if text:
-        assert "cannot be told apart" in text
-        assert f"format={form_of(name)!r}" in text or rare
-        return
-    if rare and found.layout.format.number not in (10, 11):
-        return
-    built.check(found, width_of(name, s))
+        built.check(found, width)
+        return True
+    assert "cannot be told apart" in text
+    assert ", or axes=" in text or "pass axes=" in text
+    return False
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=25, deadline=None)
+@given(s=sizes(), order=orders(), dtype=st.sampled_from([np.uint16, np.int32, np.uint64]))
+def test_asked_for_format(name: str, s: Sizes, order: list[int], dtype: Any) -> None:
+    form = form_of(name)
+    read = right_or_refused(
+        Built(CASES[name], s, order, dtype=dtype), width_of(name, s), format=form, **full_hints(name, s)
+    )
+    assert read or 1 in (s.L, s.B, s.T, s.H, s.D)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.engine])
+@settings(max_examples=25, deadline=None)
+@given(s=sizes(), order=orders())
+def test_engine_with_all_hints(name: str, s: Sizes, order: list[int]) -> None:
+    """Without format=, the bytes are right or the error names what settles it."""
+    right_or_refused(Built(CASES[name], s, order), width_of(name, s), engine=CASES[name].engine, **full_hints(name, s))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.engine])
@@ -84,22 +79,27 @@ def test_engine_decides_the_format(name: str) -> None:
     built.check(found, width_of(name, s))
 
 
+@pytest.mark.parametrize("s", [Sizes(B=5, T=4, H=3), Sizes(B=5, T=3, H=4)], ids=str)
 @pytest.mark.parametrize("name", ["1", "2", "6", "7", "12", "13"])
-@settings(max_examples=40, deadline=None)
-@given(order=orders(), s=sizes(2).filter(lambda s: s.B > 2 and s.T != s.H))
 @pytest.mark.parametrize("settled_by", ["kv_layout", "block_size", "num_heads"])
-def test_one_hint_is_enough(name: str, settled_by: str, order: list[int], s: Sizes) -> None:
-    built = Built(CASES[name], s, order)
+def test_one_hint_is_enough(name: str, settled_by: str, s: Sizes) -> None:
+    built = Built(CASES[name], s, list(range(6)))
     with pytest.raises(LayoutError, match="cannot be told apart") as caught:
         discover(built.views)
-    assert f"{settled_by}={full_hints(name, s)[settled_by]!r}" in str(caught.value)
-    found = discover(built.views, **{settled_by: full_hints(name, s)[settled_by]})
+    hint = {settled_by: full_hints(name, s)[settled_by]}
+    if (name, settled_by) == ("12", "block_size"):  # blocks or heads may be outermost then
+        with pytest.raises(LayoutError, match="pass num_heads=3 or num_heads=5, or axes='BHTD' or axes='HBTD'"):
+            discover(Built(CASES[name], Sizes(), [*range(6)]).views, block_size=4)
+        return
+    if name not in ("12", "13"):
+        assert f"{settled_by}={hint[settled_by]!r}" in str(caught.value)
+    found = discover(built.views, **hint)
     assert found.layout.format.number == int(name)
     built.check(found)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lists(Sizes())])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(s=sizes(), order=orders(), data=st.data())
 def test_size_one_strides_do_not_matter(name: str, s: Sizes, order: list[int], data: st.DataObject) -> None:
     """With counts that leave one reading, any stride may stand at a size-1 dimension: zero, negative, or huge."""
@@ -117,5 +117,12 @@ def test_size_one_strides_do_not_matter(name: str, s: Sizes, order: list[int], d
     def spoil(x: Any) -> Any:
         return [spoil(y) for y in x] if isinstance(x, list) else replace(x, strides=strides)
 
-    hints = full_hints(name, s) | {"head_size": width_of(name, s)}
-    built.check(discover(spoil(built.views), format=form_of(name), **hints), width_of(name, s))
+    hints = {"format": form_of(name), **full_hints(name, s), "head_size": width_of(name, s)}
+    try:
+        expected = discover(built.views, **hints)
+    except LayoutError:
+        with pytest.raises(LayoutError):
+            discover(spoil(built.views), **hints)
+    else:
+        assert discover(spoil(built.views), **hints) == expected
+        built.check(expected, width_of(name, s))

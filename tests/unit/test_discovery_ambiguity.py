@@ -42,11 +42,11 @@ def test_nhd_or_hnd() -> None:
 
 
 def test_planes_first_or_blocks_first() -> None:
-    with pytest.raises(LayoutError, match=r"pass format=1 or format=2$"):
+    with pytest.raises(LayoutError, match=r"pass format=1 or format=2, or axes='PBTHD' or axes='BPTHD'$"):
         discover(list_of(2, 2, 16, 4, 8), kv_layout="NHD")
-    with pytest.raises(LayoutError, match=r"pass format=1 or format=2 or format=6 or format=7$"):
+    with pytest.raises(LayoutError, match=r"pass format=1 or format=2 or format=6 or format=7, or axes="):
         discover(list_of(2, 2, 16, 4, 8))
-    with pytest.raises(LayoutError, match=r"pass format=1 or format=2$"):
+    with pytest.raises(LayoutError, match=r"cannot be told apart"):
         discover(list_of(2, 2, 16, 1, 8))
     assert discover(list_of(2, 3, 16, 4, 8), kv_layout="NHD").layout.format.number == 1
     assert discover(list_of(3, 2, 16, 4, 8), kv_layout="NHD").layout.format.number == 2
@@ -56,15 +56,28 @@ def test_planes_first_or_blocks_first() -> None:
 
 def test_nested_two_by_two() -> None:
     pairs = [list_of(5, 16, 4, 8, n=2)] * 2
-    with pytest.raises(LayoutError, match=r"cannot be told apart.*pass format=9 or format=16$"):
+    with pytest.raises(LayoutError, match=r"cannot be told apart.*pass axes='PL/BTHD' or axes="):
         discover(pairs)
+    with pytest.raises(LayoutError, match=r"pass format=9 or format=16, or axes='PL/BTHD' or axes='LP/BTHD'$"):
+        discover(pairs, kv_layout="NHD")
+    with pytest.raises(LayoutError, match=r"lists of 2 by 2: say 'PL/BTHD' or 'LP/BTHD'"):
+        discover(pairs, axes="BTHD")
+    assert discover(pairs, axes="LP/BTHD").layout.format.number == 16
+    nhd = {"kv_layout": "NHD"}
     assert discover(pairs, engine="sglang").layout.format.number == 9
     assert discover(pairs, format=16).layout.format.number == 16
     assert discover([list_of(80, 4, 8, n=2)] * 2, block_size=16).layout.format.number == 4
-    assert discover([list_of(5, 16, 4, 8, n=1)] * 2).layout.format.number == 9
-    assert discover([list_of(5, 16, 4, 8, n=2)]).layout.format.number == 16
-    assert discover([list_of(5, 16, 4, 8, n=2)] * 3).layout.format.number == 16
-    assert discover([list_of(5, 16, 4, 8)] * 2).layout.format.number == 9
+    for lists, number in (
+        ([list_of(5, 16, 4, 8, n=1)] * 2, 9),
+        ([list_of(5, 16, 4, 8, n=2)], 16),
+        ([list_of(5, 16, 4, 8, n=2)] * 3, 16),
+        ([list_of(5, 16, 4, 8)] * 2, 9),
+    ):
+        with pytest.raises(LayoutError, match="kv_layout='NHD' or kv_layout='HND', or block_size=16 or block_size=4"):
+            discover(lists)
+        assert discover(lists, **nhd).layout.format.number == number
+        assert discover(lists, axes="BTHD").layout.format.number == number
+        assert discover(lists, kv_layout="HND").layout.geometry.block_size == 4
     with pytest.raises(LayoutError, match="a list of 3 lists of 3"):
         discover([list_of(5, 16, 4, 8)] * 3)
 
@@ -84,8 +97,12 @@ def test_sglang_lists() -> None:
     assert discover(list_of(80, 1, 8), engine="sglang", block_size=16).layout.format.number == 5
     assert discover(list_of(80, 1, 8), engine="sglang", block_size=1).layout.format.number == 5
     assert discover(list_of(5, 16, 8), engine="sglang").layout.format.number == 3
-    one_block = discover(list_of(1, 16, 8), engine="sglang").layout
-    assert (one_block.format.number, one_block.geometry.blocks, one_block.geometry.block_size) == (3, 1, 16)
+    with pytest.raises(LayoutError, match=r"format 5 .*pass block_size="):  # 16 blocks of one token, or one of 16
+        discover(list_of(1, 16, 8), engine="sglang")
+    with pytest.raises(LayoutError, match=r"format 4 .*pass block_size="):  # all K, then all V
+        discover(list_of(80, 4, 8, n=4), engine="sglang")
+    one_block = discover(list_of(1, 16, 8), engine="sglang", block_size=16).layout
+    assert (one_block.geometry.blocks, one_block.geometry.block_size) == (1, 16)
 
 
 def test_flat_needs_a_block_size_that_divides() -> None:
@@ -188,9 +205,14 @@ def test_fused_formats() -> None:
     assert discover(four, format=10).layout.geometry.planes == 1
     with pytest.raises(LayoutError, match="are 15 elements, must be even for planes=2"):
         discover(list_of(9, 4, 16, 15), format=10, planes=2)
-    # Blocks first with two heads is common, fused with two tokens per block is not.
-    assert discover(list_of(9, 2, 16, 2, 8), kv_layout="NHD").layout.format.number == 2
-    assert discover(list_of(9, 2, 16, 2, 8), kv_layout="NHD", planes=1).layout.format.number == 11
+    # Blocks first with two heads, or fused with two tokens per block; planes first, or fused with two blocks.
+    for shape, number in (((9, 2, 16, 2, 8), 2), ((2, 9, 16, 2, 8), 1)):
+        with pytest.raises(
+            LayoutError, match=r"pass block_size=16 or block_size=.*, or planes=2 or planes=1, or format="
+        ):
+            discover(list_of(*shape), kv_layout="NHD")
+        assert discover(list_of(*shape), kv_layout="NHD", num_heads=2).layout.format.number == number
+        assert discover(list_of(*shape), kv_layout="NHD", planes=1).layout.format.number == 11
 
 
 def test_one_tensor_bare_or_in_a_list() -> None:
@@ -234,7 +256,7 @@ def test_the_hint_that_an_error_names_settles_it(shape: list[int], order: list[i
         discover([view_of(array)] * n, engine=engine)
     except LayoutError as error:
         _, found, advice = str(error).partition("To settle it pass ")
-        for hint, value in re.findall(r"(\w+)=(\d+|'\w+')", advice):
+        for hint, value in re.findall(r"(\w+)=(\d+|'[\w/]+')", advice):
             told = int(value) if value.isdigit() else value.strip("'")
             layout = discover([view_of(array)] * n, engine=engine, **{hint: told}).layout
             if hint == "format":

@@ -234,7 +234,7 @@ def test_read_only_memory_is_a_source_only(world: World, kind: str) -> None:
 def test_a_read_only_cache_is_a_source_only(world: World) -> None:
     tensors = [world.paged[0], world.paged[1].view()]
     tensors[1].flags.writeable = False
-    cache = kvraw.PagedCache.from_tensors([t.view(np.int16) for t in tensors], kv_layout="NHD")
+    cache = kvraw.PagedCache.from_tensors([t.view(np.int16) for t in tensors], axes="PBTHD")
     with pytest.raises(kvraw.PlacementError, match="cache holds a read-only tensor"):
         kvraw.load(cache, world.chunks, [0])
     host = kvraw.HostKVPool.like(cache, 8, layout="page_first")
@@ -279,7 +279,7 @@ def test_tensors_end_with_the_last_reference_to_their_cache() -> None:
         for by_plan in (False, True):
             tensors = [np.zeros((2, 6, 4, 2, 8), np.int16).view(Held) for _ in range(2)]
             seen = weakref.ref(tensors[1])
-            cache = kvraw.PagedCache.from_tensors(tensors, kv_layout="NHD")
+            cache = kvraw.PagedCache.from_tensors(tensors, axes="PBTHD")
             chunk = np.zeros(cache.chunk_bytes(8), np.uint8)
             kvraw.store(cache, [chunk], [1, 2])
             transfer = kvraw.load(cache, [chunk], [1])
@@ -323,7 +323,7 @@ def test_a_chunk_is_stored_to_once(world: World) -> None:
 def test_a_tensor_is_one_layer(world: World) -> None:
     tensors = [t.view(np.int16) for t in world.paged]
     with pytest.raises(kvraw.BoundsError, match=r"tensors: addresses 1 and 2 are both 0x"):
-        kvraw.PagedCache.from_tensors([*tensors, tensors[1]], kv_layout="NHD")
+        kvraw.PagedCache.from_tensors([*tensors, tensors[1]], axes="PBTHD")
     with pytest.raises(kvraw.BoundsError, match=r"pointers: addresses 0 and 1 are both 0x40"):
         kvraw.PagedCache.from_pointers([64, 64], 1, G)
 

@@ -15,6 +15,7 @@ from kvraw.adapters.lmcache._place import tensor_device
 from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
 from kvraw.arrays import pointer_vector, tensor_view
 from kvraw.discovery import discover
+from kvraw.formats import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +26,9 @@ _log = logging.getLogger("kvraw")
 _SEVERAL = (14, 17)
 # What the reference version calls the layouts that later versions name by the whole row (10 and 11 are 12 and 13).
 _REFERENCE = {12: 10, 13: 11}
-# What versions that name them so say of one row of K and V of a pool of all layers: the order of heads and tokens.
-_POOLS = {"BLHNC": "HND", "BLNHC": "NHD"}
+# The order of heads and tokens by vLLM's names, which say that K and V are one row: versions that know them say so.
+_POOLS = {"BLHNC": "HND", "BLNHC": "NHD", "LBHNC": "HND", "LBNHC": "NHD"}
+_NUMBERS = {"BLPTHD": 0, "PBTHD": 1, "BPTHD": 2, "BTD": 3, "PBHTD": 6, "BPHTD": 7, "BLPHTD": 8, "BHTD": 12, "BTHD": 13}
 _lock = threading.RLock()
 _known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
 
@@ -71,6 +73,31 @@ def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_
     return found
 
 
+def _axes(first: Any, number: int | None, kv_layout: str, nested: bool, cross_layer: bool) -> tuple[str, int] | None:
+    """The axes of a tensor and the format by the rule that LMCache keeps to; None where it has none for such tensors.
+
+    Strides decide, where two are equal a size of 1 is inside. Of five axes a 2 in front, or next to it, is K and V.
+    """
+    order = sorted(range(len(first.shape)), key=lambda i: (-first.stride()[i], first.shape[i] == 1))
+    sizes = [int(first.shape[i]) for i in order]
+    inner, lists = "HTD" if kv_layout == "HND" else "THD", "L/"
+    if number is not None:
+        form = FORMATS[number]
+        spelled, lists = "" if form.flat else form.axes, f"{form.pointers}/" if form.pointers else ""
+    elif nested or kv_layout not in ("NHD", "HND"):
+        spelled = ""
+    elif cross_layer:
+        spelled, lists = "BLP" + inner, ""
+    elif len(sizes) == 5:
+        spelled = "PB" + inner if sizes[0] == 2 else "BP" + inner if sizes[1] == 2 else ""
+    else:
+        spelled = {3: "BTD", 4: "B" + inner}.get(len(sizes), "")
+    if len(spelled) != len(sizes):
+        return None
+    letters = dict(zip(order, spelled, strict=True))
+    return lists + "".join(letters[i] for i in range(len(sizes))), _NUMBERS[spelled] if number is None else number
+
+
 def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None) -> _Found:
     device, block_size = tensor_device(first), hints.get("tokens_per_block")
     if number is None and len(first.shape) == 3 and first.element_size() == 1 and first.shape[-1] == 132:
@@ -84,18 +111,29 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
     # The reference version reads layers of an engine on the CPU as heads-first where nothing else is said.
     kv_layout = _POOLS.get(given, given) or ("HND" if device is None and not cross_layer else "NHD")
     fused = number in (10, 11)
-    found = discover(
-        _views(tensors),
-        format=number + 2 if number is not None and fused and len(first.shape) == 4 else number,
-        engine="sglang" if number in (4, 5, 9, 18) else "trtllm" if number == 8 else "vllm",
-        kv_layout=None if number is not None else kv_layout,
-        block_size=block_size,
-        num_heads=hints.get("num_kv_heads"),
-        head_size=hints.get("head_dim"),
-        kv_list_layout="k_v" if number == 4 else hints.get("kv_list_layout"),
-        planes=1 if fused and len(first.shape) == 5 else None,
-    )
-    g, name = found.layout.geometry, found.layout.format.number
+    views = _views(tensors)
+    sizes: dict[str, Any] = {"block_size": block_size, "num_heads": hints.get("num_kv_heads")}
+    nested = isinstance(tensors, list) and isinstance(tensors[0], (list, tuple))
+    ruled = None if hints.get("kv_list_layout") else _axes(first, number, kv_layout, nested, cross_layer)
+    if ruled is not None:
+        axes, name = ruled
+        head_size = hints.get("head_dim") if "P" in axes else None
+        found = discover(
+            views, axes=axes, kv_layout=None if number is not None else kv_layout, head_size=head_size, **sizes
+        )
+    else:
+        found = discover(
+            views,
+            format=number + 2 if number is not None and fused and len(first.shape) == 4 else number,
+            engine="sglang" if number in (4, 5, 9, 18) else "trtllm" if number == 8 else "vllm",
+            kv_layout=None if number is not None else kv_layout,
+            head_size=hints.get("head_dim"),
+            kv_list_layout="k_v" if number == 4 else hints.get("kv_list_layout"),
+            planes=1 if fused and len(first.shape) == 5 else None,
+            **sizes,
+        )
+        name = found.layout.format.number
+    g = found.layout.geometry
     if name in _REFERENCE and (fused or (number is None and given not in _POOLS)) and g.head_size % 2 == 0:
         name = _REFERENCE[name]
     part = Part(found.layout, row=g.heads * g.head_size * g.element_size)
