@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvraw.checks import ADDRESS_END, FIRST_ADDRESS
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "host_bytes",
     "index_vector",
     "is_pointer",
+    "out_of_reach",
     "pointer_vector",
     "require_apart",
     "require_writable",
@@ -249,6 +251,10 @@ def pointer_vector(name: str, values: Any) -> U64:
     array = np.asarray(values)
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.uint64)
+    if array.dtype.kind == "f" and not hasattr(values, "dtype"):
+        array = np.asarray(values, object)  # numpy makes floats of integers on both sides of 2**63
+        if not all(map(is_pointer, array.flat)):
+            array = np.asarray(values)
     if array.dtype == object and all(is_pointer(v) for v in array.flat):
         for at, value in enumerate(array.flat):
             if not 0 <= value < 2**64:
@@ -333,3 +339,11 @@ def index_vector(name: str, values: Any) -> IndexVector:
             f"{name} has shape {view.shape}, strides {view.strides} bytes on a device: must be 1-D and dense"
         )
     return IndexVector(None, view.address, view.shape[0], view.itemsize, view.device, values)
+
+
+def out_of_reach(name: str, address: int, nbytes: int, size: str = "its size") -> BoundsError:
+    """The error for a range that no process has: what touches it ends the process."""
+    what = "is null" if not address else f"is {address:#x}"
+    if nbytes >= ADDRESS_END:
+        return BoundsError(f"{size} is {nbytes}, must be below 2**63")
+    return BoundsError(f"{name} {what}; with {size} of {nbytes} bytes it must lie in [{FIRST_ADDRESS}, 2**63)")

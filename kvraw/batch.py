@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kvraw.arrays import pointer_vector
+from kvraw.arrays import U64, out_of_reach, pointer_vector
 from kvraw.cache import require_host
+from kvraw.checks import ADDRESS_END, FIRST_ADDRESS
 from kvraw.engines import copy_engine, cpu
 from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import device_state
@@ -66,7 +68,7 @@ def memcpy_batch(
     Raises
     ------
     BoundsError
-        The vectors differ in length, or hold something that is not an address or a size.
+        The vectors differ in length, or hold something that is not an address or a size; the entry is the caller's.
     PlacementError
         Without a stream, an address is device memory; with one, it is another device's, or it is a default stream, no
         context is current and no device is named.
@@ -79,13 +81,10 @@ def memcpy_batch(
             f"dst, src and sizes have {len(to)}, {len(at)} and {len(n)} entries, must have the same number"
         )
     kept = n > 0
+    for name, vector in (("dst", to), ("src", at)):
+        _require_addresses(name, vector, n, kept)
     if not kept.all():
         to, at, n = to[kept], at[kept], n[kept]
-    for name, vector in (("dst", to), ("src", at)):
-        if (vector == 0).any():
-            raise BoundsError(f"{name}[{int((vector == 0).argmax())}] is null")
-        if (vector + n < vector).any():
-            raise BoundsError(f"{name}[{int((vector + n < vector).argmax())}] plus its size exceeds 2**64")
     if stream is None:
         if len(n):
             for name, vector in (("dst", to), ("src", at)):
@@ -105,11 +104,19 @@ def memcpy_batch(
 
         def work(operation: Operation, capturing: bool) -> None:
             try:
-                copy_engine.enqueue(copies, operation.stream, capturing=capturing, pageable=pageable)
+                copy_engine.enqueue_anywhere(copies, operation.stream, capturing=capturing, pageable=pageable)
             except DriverError as error:
                 if error.index is None or kept.all():
                     raise
-                index = int(np.flatnonzero(kept)[error.index])
-                raise DriverError(error.name, error.code, error.call, index=index) from error
+                raise error.at(int(np.flatnonzero(kept)[error.index])) from error
 
         return BatchCopy(in_order(device_state(device), handle, work, pageable=pageable, refs=refs))
+
+
+def _require_addresses(name: str, addresses: U64, sizes: U64, kept: npt.NDArray[np.bool_]) -> None:
+    """Raise `BoundsError` where an entry that copies something reaches what no process has."""
+    ends = addresses + sizes
+    bad = kept & ((addresses < FIRST_ADDRESS) | (sizes >= ADDRESS_END) | (ends > ADDRESS_END) | (ends < addresses))
+    if bad.any():
+        at = int(bad.argmax())
+        raise out_of_reach(f"{name}[{at}]", int(addresses[at]), int(sizes[at]), f"sizes[{at}]")

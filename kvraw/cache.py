@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, ValuesView
 from typing import Any
 
-from kvraw.arrays import ASK_DRIVER, TensorView, pointer_vector, tensor_view
-from kvraw.checks import Uncopied, integer
+import numpy as np
+
+from kvraw.arrays import ASK_DRIVER, U64, TensorView, out_of_reach, pointer_vector, tensor_view
+from kvraw.checks import ADDRESS_END, FIRST_ADDRESS, Uncopied, integer
 from kvraw.discovery import discover
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import Format
 from kvraw.layout import CacheLayout, Geometry, find_format
-from kvraw.runtime.memory import locate
+from kvraw.runtime.context import device_if_active, generation
+from kvraw.runtime.driver import driver_here
+from kvraw.runtime.memory import held_by, locate, locate_all
 
 __all__ = ["PagedCache"]
 
@@ -54,6 +58,7 @@ class PagedCache(Uncopied):
         self.bases = pointer_vector("pointers", bases).copy()  # plans take it as unchanged
         self.bases.flags.writeable = False
         self.device, self.readonly = device, readonly
+        self.generation = 0 if device is None else generation(device)  # of the device's context
         self._owner = owner
         self.plans: dict[tuple[object, ...], Any] = {}
         if len(self.bases) != layout.pointers:
@@ -121,8 +126,7 @@ class PagedCache(Uncopied):
         _require_distinct("tensors", found.layout, found.addresses)
         devices, flat = [], _flatten(views)
         for view in flat:
-            asked = view.device == ASK_DRIVER
-            devices.append(locate(view.address, view.nbytes).device if asked else view.device)
+            devices.append(locate(view.address, 1).device if view.device == ASK_DRIVER else view.device)
         if len(set(devices)) != 1:
             raise PlacementError(f"tensors lie on different devices: {sorted(set(map(str, devices)))}")
         # Not the container that was handed over: the caller may change it.
@@ -150,7 +154,7 @@ class PagedCache(Uncopied):
         geometry : Geometry
             The counts; they are trusted.
         device : int, optional
-            The device that holds the memory; None: host memory.
+            The device that holds the memory; None: host memory. The driver is asked, once, where it is there.
         owner : object, optional
             Kept alive with the cache.
 
@@ -159,19 +163,26 @@ class PagedCache(Uncopied):
         LayoutError
             Format and geometry do not fit.
         BoundsError
-            There are too few or too many addresses, or one is null or stands twice.
+            There are too few or too many addresses, one is null or stands twice, or its memory ends before the last
+            block does.
         PlacementError
-            `device` is None and the driver knows an address as device memory.
+            The driver knows an address as other memory than that of `device`, or there is no such device.
         """
+        if device is not None:
+            device = integer("device", device)
         cache = cls(CacheLayout(find_format(format), geometry), pointers, device, owner)
         _require_distinct("pointers", cache.layout, cache.bases.tolist())
         if device is None:
-            require_host("pointers", cache.bases, 1)
+            require_host("pointers", cache.bases, cache.layout.tensor_bytes())
+        else:
+            require_on_device("pointers", cache.bases, cache.layout.tensor_bytes(), device)
         return cache
 
     def without_plans(self) -> PagedCache:
         """The same cache for a plan that is kept in `plans`, which then is no cycle: what is dropped ends at once."""
-        return PagedCache(self.layout, self.bases, self.device, self._owner, self.readonly)
+        made = PagedCache(self.layout, self.bases, self.device, self._owner, self.readonly)
+        made.generation = self.generation
+        return made
 
     def require_writable(self) -> None:
         """Raise `PlacementError` where it is read-only memory."""
@@ -202,10 +213,43 @@ def _require_distinct(name: str, layout: CacheLayout, addresses: Sequence[int]) 
 
 
 def require_host(name: str, addresses: Any, nbytes: int) -> None:
-    """Raise `PlacementError` where the driver knows an address as device memory."""
-    for at, address in enumerate(addresses):
-        device = locate(int(address), nbytes).device
+    """Raise `BoundsError` where no process has such a range, `PlacementError` where a device holds its beginning."""
+    last = ADDRESS_END - nbytes
+    for at, address in enumerate(map(int, addresses)):
+        if not FIRST_ADDRESS <= address <= last:
+            raise out_of_reach(f"{name}[{at}]", address, nbytes)
+        device = held_by(address)
         if device is not None:
             raise PlacementError(
-                f"{name}[{at}] is {int(address):#x}, memory of device {device}; the CPU engine takes host memory"
+                f"{name}[{at}] is {address:#x}, memory of device {device}; the CPU engine takes host memory"
             )
+
+
+def require_on_device(name: str, addresses: U64, nbytes: int, device: int) -> None:
+    """Raise where the driver does not know every range as memory of a device; without a driver, nothing is known.
+
+    Raises
+    ------
+    PlacementError
+        There is no such device, or one is pageable or pinned host memory, or another device's.
+    BoundsError
+        One goes over the end of its memory.
+    """
+    d = driver_here()
+    if d is None:
+        return
+    count = d.device_count()
+    if not 0 <= device < count:
+        raise PlacementError(f"device is {device}, must be in [0, {count})")
+    if not nbytes:
+        return
+    with device_if_active(device):  # so that what every device may touch counts as this one's
+        found = locate_all(addresses, nbytes)
+    on_host = found.devices < 0
+    if on_host.any():
+        at = int(np.argmax(on_host))
+        kind = "pinned" if found.seen[at] else "pageable"
+        raise PlacementError(
+            f"{name}[{at}] is {int(addresses[at]):#x}, {kind} host memory, must be memory of device {device}"
+        )
+    found.require(device, name)

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvraw.arrays import ASK_DRIVER, U64, is_pointer, require_writable, tensor_view
 from kvraw.cache import require_host
+from kvraw.checks import ADDRESS_END, FIRST_ADDRESS
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
 from kvraw.runtime.memory import locate_all
 from kvraw.runtime.pool import ChunkKind, HostChunk, HostPool
@@ -61,7 +62,7 @@ class ChunkRow:
     Raises
     ------
     BoundsError
-        A chunk has the wrong size, or its address is not in (0, 2**64).
+        A chunk has the wrong size, or an address that no process has.
     LayoutError
         A chunk has gaps.
     ClosedError
@@ -121,8 +122,10 @@ class ChunkRow:
 
     def _take(self, at: int, chunk: Any, written: bool) -> tuple[int, int, int | None]:
         if is_pointer(chunk):
-            if not 0 < chunk < 2**64 - self.nbytes:
-                raise BoundsError(f"chunks[{at}] is {chunk}, must be an address in (0, 2**64) with {self.nbytes} bytes")
+            if not FIRST_ADDRESS <= chunk <= ADDRESS_END - self.nbytes:
+                raise BoundsError(
+                    f"chunks[{at}] is {chunk}, must be an address in [{FIRST_ADDRESS}, 2**63) with {self.nbytes} bytes"
+                )
             return int(chunk), self.nbytes, ASK_DRIVER
         view = tensor_view(chunk, f"chunks[{at}]")
         if written and view.readonly:

@@ -34,7 +34,7 @@ class DriverError(KvrawError, RuntimeError):
     call : str
         The driver function.
     index : int or None
-        The failing descriptor of a batch, where the driver told it.
+        The failing descriptor of a batch, where it is known.
     """
 
     def __init__(self, name: str, code: int, call: str, detail: str = "", index: int | None = None) -> None:
@@ -42,6 +42,10 @@ class DriverError(KvrawError, RuntimeError):
         self._detail = detail
         where = "" if index is None else f" at descriptor {index}"
         super().__init__(f"{call} failed{where}: {name} ({code}){': ' + detail if detail else ''}")
+
+    def at(self, index: int | None, detail: str = "") -> DriverError:
+        """The same error at another descriptor."""
+        return DriverError(self.name, self.code, self.call, detail or self._detail, index)
 
     def __reduce__(self) -> tuple[type[DriverError], tuple[str, int, str, str, int | None]]:
         return type(self), (self.name, self.code, self.call, self._detail, self.index)  # not the text: pools send it on

@@ -14,7 +14,7 @@ from kvraw.checks import integer
 from kvraw.engines import copy_engine, cpu, reference
 from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.kernel import THREADS, KernelPlan
+from kvraw.engines.kernel import THREADS, KernelPlan, kernels_barred
 from kvraw.engines.operands import DeviceTable, Operands, check_entries, check_host_index, require_index
 from kvraw.engines.planner import DIRECTIONS, best, profile_for
 from kvraw.errors import BoundsError, LayoutError, PlacementError
@@ -106,6 +106,7 @@ class PreparedCopy:
         self.index_names = index_names or (f"{names[0]}_index", f"{names[1]}_index")
         self._engine = engine
         self._chosen: dict[int, str] = {}  # by the number of items
+        self._kernels_run = False  # not known yet
         self._kernel = KernelPlan(plan, ctas=ctas, threads=threads or THREADS, check=check, names=self.index_names)
         self._cpu = cpu.CpuPlan(plan) if device is None and engine != "reference" else None
 
@@ -298,7 +299,7 @@ class PreparedCopy:
             if isinstance(table, Reached):
                 table = table.host
             else:
-                require_host(name, table, 1)
+                require_host(name, table, self.plan.run_bytes)
             if ids is not None and ids.host is None:
                 raise PlacementError(f"{index_name} lies on a device; the CPU engine takes it on the host")
             ends.append(Operands(table, ids))
@@ -339,6 +340,13 @@ class PreparedCopy:
             raise PlacementError("engine is 'copy', but an index or a table lies on a device")
         if self._engine != "auto":
             return self._engine
+        if not self._kernels_run:
+            why = kernels_barred(driver(), self.plan.width())
+            if why and not host_ids:
+                raise PlacementError(f"an index or a table lies on a device, and {why}")
+            if why:
+                return "copy"
+            self._kernels_run = True
         if not link or not host_ids or capturing:
             return "kernel"
         found = self._chosen.get(count)

@@ -11,14 +11,14 @@ from kvraw.cache import PagedCache
 from kvraw.checks import Uncopied, integer
 from kvraw.chunks import ChunkRow
 from kvraw.engines import cpu, reference
-from kvraw.engines.device_state import device_state
+from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.gpu import GpuCall, GpuPlan
 from kvraw.engines.operands import Operands, check_distinct, check_host_index, require_index
 from kvraw.engines.planner import Choice
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import ChunkLayout
 from kvraw.layout import chunk_side, copy_plan, find_chunk_layout
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, reset_error
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.inuse import Running
 from kvraw.runtime.stream import stream_handle
@@ -145,6 +145,7 @@ class TransferPlan(Uncopied):
         self._done = Choice(named, "the cache is in host memory", 0.0)
         self._cpu: cpu.CpuPlan | None = None
         self._gpu: GpuPlan | None = None
+        self._state: DeviceState | None = None
         if cache.device is not None:
             names = (self._ids_name, "chunks") if store else ("chunks", self._ids_name)
             self._gpu = GpuPlan(
@@ -269,6 +270,8 @@ class TransferPlan(Uncopied):
         with DeviceScope(device):
             addresses, link = row.on_device(device)
             state = device_state(device)
+            if state is not self._state:
+                self._require_context(state)
             capturing = state.owner.stream_capturing(stream)
             own = state.side_stream(self.direction).handle if side and not capturing else stream
             operation = state.books.begin(own, captured=capturing)
@@ -288,6 +291,12 @@ class TransferPlan(Uncopied):
             if own != stream and self.direction == "load":
                 completion.wait_on(stream)
         return Transfer(self, completion, choice)
+
+    def _require_context(self, state: DeviceState) -> None:
+        """Raise `ClosedError` where the device's context is not the one any more that the cache was made in."""
+        if state.generation != self.cache.generation:
+            raise reset_error(self.cache.device, "the cache")
+        self._state = state
 
     def explain(self) -> str:
         """What the plan does, in a line or two each; what carries out a call, its `Transfer.explain` says."""

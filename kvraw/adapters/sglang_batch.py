@@ -61,6 +61,6 @@ def enqueue(
                 except DriverError as error:
                     if error.index is None or not begin:
                         raise
-                    raise DriverError(error.name, error.code, error.call, index=begin + error.index) from error
+                    raise error.at(begin + error.index) from error
 
         in_order(device_state(device), stream, work, pageable=pageable, refs=refs)

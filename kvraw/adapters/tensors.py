@@ -15,7 +15,7 @@ from kvraw.errors import DriverError, LayoutError, PlacementError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
 from kvraw.runtime.inflight import Completion
-from kvraw.runtime.memory import locate, locate_all
+from kvraw.runtime.memory import Over, locate, locate_all
 from kvraw.runtime.stream import capturing
 
 __all__ = [
@@ -188,6 +188,8 @@ class Ranges(NamedTuple):
         Host memory is among them; pageable memory is.
     edges : tuple of int
         Where allocations and registrations that they lie in end: copies of neighbours must not grow over one.
+    over : Over or None
+        A range that goes over the end of device memory.
     """
 
     seen: U64
@@ -195,6 +197,7 @@ class Ranges(NamedTuple):
     link: bool = False
     pageable: bool = False
     edges: tuple[int, ...] = ()
+    over: Over | None = None
 
 
 def find_ranges(addresses: U64, nbytes: int | U64) -> Ranges:
@@ -238,17 +241,22 @@ def find_ranges(addresses: U64, nbytes: int | U64) -> Ranges:
 
 def _find_slowly(addresses: U64, nbytes: int | U64) -> Ranges:
     seen, devices, edges = np.zeros_like(addresses), np.full(len(addresses), -1, np.int64), list[int]()
+    over: Over | None = None
     sizes = [nbytes] if isinstance(nbytes, int) else np.unique(nbytes).tolist()
     for size in sizes:
         mine = slice(None) if isinstance(nbytes, int) else nbytes == size
         found = locate_all(addresses[mine], size)
         seen[mine], devices[mine] = found.seen, found.devices
         edges += found.edges
+        if found.over is not None:
+            at = found.over.at if isinstance(nbytes, int) else int(np.flatnonzero(nbytes == size)[found.over.at])
+            if over is None or at < over.at:
+                over = found.over._replace(at=at)
         if found.pageable:
             for address in addresses[mine][found.seen == 0].tolist():
                 edges += _around(address, size)
     held = frozenset(d for d in np.unique(devices).tolist() if d >= 0)
-    return Ranges(seen, held, bool((devices < 0).any()), not seen.all(), tuple(set(edges)))
+    return Ranges(seen, held, bool((devices < 0).any()), not seen.all(), tuple(set(edges)), over)
 
 
 def host_values(tensor: Any) -> I64:

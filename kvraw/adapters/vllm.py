@@ -82,6 +82,9 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
         stream = tensors.current_stream(device)
         raise_found(device, stream)
         found = [tensors.find_ranges(base, span) for base, span in zip(bases, spans, strict=True)]
+        for name, one in zip(("src", "dst"), found, strict=True):
+            if one.over is not None:
+                raise one.over.error(name)
         bases = [Reached(b, f.seen, f.link, f.edges, f.pageable) for b, f in zip(bases, found, strict=True)]
         engine = "copy" if found[0].pageable or found[1].pageable else "auto"
     index = [IndexVector(np.ascontiguousarray(column), 0, len(column)) for column in mapping.T]
@@ -104,7 +107,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     Raises
     ------
     BoundsError
-        The vectors differ in length, or hold something that is not a size.
+        The vectors differ in length, hold something that is not a size, or reach over the end of device memory.
     DriverError
         The driver refused; `index` is the failing entry, where it told. Others may have been enqueued.
     """
@@ -128,6 +131,10 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
             return
     reach = largest if least == largest else nbytes
     found = tensors.find_ranges(source, reach), tensors.find_ranges(target, reach)
+    for name, one in zip(("src_ptrs", "dst_ptrs"), found, strict=True):
+        if one.over is not None:
+            at = int(np.flatnonzero(given.sizes)[one.over.at])
+            raise one.over.error(f"{name}[{at}]")
     devices = found[0].devices | found[1].devices
     if len(devices) > 1:
         raise PlacementError(f"the memory lies on devices {sorted(devices)}, must lie on one and the host")
@@ -153,7 +160,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         enqueue(merged, device, edges=edges, most=_most_descriptors(), raising=False)
     except DriverError as error:
         entry = None if error.index is None else holder(given, merged, error.index)
-        raise DriverError(error.name, error.code, error.call, index=entry) from error
+        raise error.at(entry) from error
 
 
 def _check_addresses(given: Descriptors) -> None:

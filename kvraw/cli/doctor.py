@@ -5,6 +5,7 @@ It starts the driver but makes no context on any device, and allocates nothing t
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -20,11 +21,13 @@ from kvraw import config
 from kvraw.cli.host_memory import host_memory, host_memory_row
 from kvraw.cli.limits import file_text, memory_limits
 from kvraw.engines import cpu
-from kvraw.errors import ArtifactError, DriverNotFoundError, KvrawError, UnsupportedDriverError
+from kvraw.errors import ArtifactError, DriverError, DriverNotFoundError, KvrawError, UnsupportedDriverError
 from kvraw.ptx.loader import manifest, read_ptx
 from kvraw.runtime.cgroup import usable_cores
-from kvraw.runtime.driver import driver
+from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.facts import device_node
+from kvraw.runtime.module import no_compiler
+from kvraw.runtime.startup import hiding_file, kind_of, loaded_libcuda
 
 __all__ = ["examine", "rows"]
 
@@ -86,6 +89,25 @@ def _ptx(found: _Findings) -> dict[str, Report]:
     return out
 
 
+def _no_compiler(d: CudaDriver) -> str | None:
+    """Why this driver compiles no PTX, as far as that shows without a context; None: nothing speaks against it."""
+    codes = []
+    try:
+        d.library_unload(d.library_load(read_ptx("copy_v16.ptx")))
+    except DriverError as error:
+        codes.append(error)
+    except ArtifactError:
+        pass
+    if os.environ.get("CUDA_DISABLE_PTX_JIT", "0") not in ("", "0"):
+        codes.append(DriverError("CUDA_ERROR_JIT_COMPILATION_DISABLED", 223, "cuLibraryLoadData"))
+    elif loaded_libcuda():
+        try:
+            ctypes.CDLL("libnvidia-ptxjitcompiler.so.1")
+        except OSError:
+            codes.append(DriverError("CUDA_ERROR_JIT_COMPILER_NOT_FOUND", 221, "cuLibraryLoadData"))
+    return next((text for error in codes if (text := no_compiler(error))), None)
+
+
 def _gpu(ptx: dict[str, Report], found: _Findings) -> Report:
     """Driver, devices, the batch call, and why the kernel engine cannot run (None: it can)."""
     bindings = _version("cuda-bindings") or _version("cuda-python")
@@ -93,7 +115,7 @@ def _gpu(ptx: dict[str, Report], found: _Findings) -> Report:
     loaded = module.group() if module else None
     out: Report = {
         "cuda_python": {"version": bindings, "error": None},
-        "driver": {"cuda": None, "kernel_module": loaded, "error": None},
+        "driver": {"cuda": None, "kernel_module": loaded, "libcuda": None, "error": None},
         "devices": [],
         "batch_memcpy": {"supported": False, "reason": "no driver"},
     }
@@ -102,7 +124,10 @@ def _gpu(ptx: dict[str, Report], found: _Findings) -> Report:
         cuda = d.version()
     except KvrawError as error:
         why = out["driver"]["error"] = str(error)
-        if isinstance(error.__cause__, ImportError):
+        out["driver"]["libcuda"] = loaded_libcuda()
+        if (hidden := hiding_file()) is not None:
+            found.broken(why, f"rename {hidden}, or start Python elsewhere")
+        elif isinstance(error.__cause__, ImportError):
             out["cuda_python"]["error"] = why
             if loaded:
                 found.broken(why, "pip install 'cuda-python>=12.8,<14'")
@@ -117,10 +142,15 @@ def _gpu(ptx: dict[str, Report], found: _Findings) -> Report:
             )
         return out | {"why_not": why}
     out["driver"]["cuda"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
+    libcuda = out["driver"]["libcuda"] = loaded_libcuda()
+    if (kind := kind_of(libcuda)) is not None:
+        found.better(f"the driver's library is a {kind} library, {libcuda}", "see LD_LIBRARY_PATH if that is not meant")
     batch = d.batch_supported()
     reason = "cuMemcpyBatchAsync is there" if batch else f"needs CUDA 12.8, the driver has {out['driver']['cuda']}"
     out["batch_memcpy"] = {"supported": batch, "reason": reason}
-    why_not = "kvraw/ptx has no sound artifact" if all(a["error"] for a in ptx.values()) else None
+    why_not = "kvraw/ptx has no sound artifact" if all(a["error"] for a in ptx.values()) else _no_compiler(d)
+    if why_not and "compiles no kernels" in why_not:
+        found.broken(f"{why_not}; copies go by the copy engine alone, more slowly", why_not.rpartition("; ")[2])
     for number in range(d.device_count()):
         major, minor, count, engines, maps = (
             d.device_attribute(number, name)
@@ -226,10 +256,11 @@ def rows(report: Report) -> list[tuple[str, str]]:
     """The report as text."""
     r, gpu, memory, jit, host = report, report["driver"], report["memory"], report["numba"], report["cpu"]
     module = f", kernel module {gpu['kernel_module']}" if gpu["kernel_module"] else ""
+    library = f", {gpu['libcuda']}" if gpu["libcuda"] else ""
     out = [
         ("kvraw", f"{r['kvraw']}, Python {r['python']}, numpy {r['numpy']}, {r['platform']}"),
         ("cuda-python", r["cuda_python"]["error"] or r["cuda_python"]["version"] or "not installed"),
-        ("driver", f"none: {gpu['error']}" if gpu["error"] else f"CUDA {gpu['cuda']}{module}"),
+        ("driver", f"none: {gpu['error']}" if gpu["error"] else f"CUDA {gpu['cuda']}{module}{library}"),
     ]
     for x in r["devices"]:
         maps = "maps host memory" if x["maps_host_memory"] else "cannot map host memory"

@@ -14,10 +14,14 @@ from kvraw.engines.operands import Operands
 from kvraw.errors import DriverError
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.driver import CudaDriver, driver
-from kvraw.runtime.register import boundaries, spans
+from kvraw.runtime.known import describe as describe_range
+from kvraw.runtime.known import ends_within
+from kvraw.runtime.register import boundaries, note_edges, spans
 from kvraw.runtime.stream import LEGACY
 
-__all__ = ["Descriptors", "describe", "enqueue", "holder", "merge", "split"]
+__all__ = ["Descriptors", "describe", "enqueue", "enqueue_anywhere", "holder", "merge", "split"]
+
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +194,11 @@ def enqueue(
     if capturing is None:
         capturing = call.stream_capturing(stream)
     if pageable:
-        for to, at, n in zip(d.dst.tolist(), d.src.tolist(), d.sizes.tolist(), strict=True):
-            call.memcpy_async(to, at, n, stream)
+        for k, (to, at, n) in enumerate(zip(d.dst.tolist(), d.src.tolist(), d.sizes.tolist(), strict=True)):
+            try:
+                call.memcpy_async(to, at, n, stream)
+            except DriverError as error:
+                raise _refused(given, d, k, error) from error
         return "copies one by one"
     if stream not in LEGACY and not capturing and call.batch_supported():
         most = config.MAX_BATCH.get()
@@ -202,11 +209,44 @@ def enqueue(
             except DriverError as error:
                 if error.index is None:
                     raise
-                index = holder(given, d, begin + error.index)
-                raise DriverError(error.name, error.code, error.call, index=index) from error
+                raise _refused(given, d, begin + error.index, error) from error
         return "batch"
-    _one_by_one(call, d, stream, edges)
+    _one_by_one(call, given, d, stream, edges)
     return "copies one by one"
+
+
+def _refused(given: Descriptors, made: Descriptors, at: int, error: DriverError) -> DriverError:
+    """The error for copy `at` of those made of what was given, with its addresses and what the driver knows of them."""
+    d = driver()
+    src, dst = (describe_range(d, int(v[at]), int(made.sizes[at])) for v in (made.src, made.dst))
+    return error.at(holder(given, made, at), f"{src} to {dst.partition(' at ')[2]}")
+
+
+def enqueue_anywhere(d: Descriptors, stream: int, *, capturing: bool, pageable: bool = False) -> str:
+    """`enqueue` of copies whose memory was not looked up: where others registered it in pieces, it is cut there.
+
+    The driver is asked where pieces end once it refused, and ahead of a capture, which a refusal may end. What it
+    answered is kept, so that later copies are cut at once. Destinations must not overlap other copies: some may be
+    enqueued twice.
+    """
+    if not capturing:
+        try:
+            return enqueue(d, stream, capturing=capturing, pageable=pageable)
+        except DriverError as error:
+            if error.code != _INVALID_VALUE or not _learn_edges(d):
+                raise
+    else:
+        _learn_edges(d)
+    return enqueue(d, stream, capturing=capturing, pageable=pageable)
+
+
+def _learn_edges(d: Descriptors) -> bool:
+    """Have the registry know where what others registered ends inside these copies; whether that is new to it."""
+    call = driver()
+    found: set[int] = set()
+    for side in (d.src, d.dst):
+        found |= ends_within(call, zip(side.tolist(), d.sizes.tolist(), strict=True))
+    return note_edges(call, found)
 
 
 def holder(d: Descriptors, made: Descriptors, at: int) -> int | None:
@@ -225,7 +265,7 @@ def _in_one(call: CudaDriver, start: int, nbytes: int, edges: Sequence[int]) -> 
     return info is not None and end <= info.base + info.size and not spans(start, end, edges)
 
 
-def _one_by_one(call: CudaDriver, d: Descriptors, stream: int, edges: Sequence[int]) -> None:
+def _one_by_one(call: CudaDriver, given: Descriptors, d: Descriptors, stream: int, edges: Sequence[int]) -> None:
     count = len(d)
     at = 0
     to, src, sizes = d.dst.astype(np.int64), d.src.astype(np.int64), d.sizes.astype(np.int64)
@@ -249,5 +289,8 @@ def _one_by_one(call: CudaDriver, d: Descriptors, stream: int, edges: Sequence[i
                 at += rows
                 continue
         for k in range(at, at + rows):
-            call.memcpy_pinned_async(int(to[k]), int(src[k]), width, stream)
+            try:
+                call.memcpy_pinned_async(int(to[k]), int(src[k]), width, stream)
+            except DriverError as error:
+                raise _refused(given, d, k, error) from error
         at += rows

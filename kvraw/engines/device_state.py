@@ -12,7 +12,7 @@ import numpy as np
 from kvraw.arrays import U64
 from kvraw.engines.arena import StagingArena
 from kvraw.engines.board import Board
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, generation, reset_error, tie
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.inflight import InFlight
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
@@ -59,6 +59,16 @@ class DeviceState:
         self._lock = threading.RLock()
         self._side: dict[str, Stream] = {}
         self._uploads: dict[int, list[Upload]] = defaultdict(list)
+        self.generation = generation(device)
+        tie(self)
+
+    def context_lost(self) -> None:
+        """Nothing of it can be used again: the next call makes another."""
+        with _lock:
+            states = _states.get(self.owner, _NONE)
+            if states.get(self.device) is self:
+                del states[self.device]
+        self.books.lose(reset_error(self.device, "the transfer's work"))
 
     def note(self, stream: int) -> None:
         """Have `drain` wait for what a stream was given so far, which is on nobody's books."""

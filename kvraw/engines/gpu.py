@@ -10,7 +10,7 @@ from kvraw.arrays import U64, IndexVector
 from kvraw.engines import copy_engine
 from kvraw.engines.arena import StagingRing
 from kvraw.engines.device_state import DeviceState
-from kvraw.engines.kernel import KernelPlan
+from kvraw.engines.kernel import KernelPlan, kernels_barred
 from kvraw.engines.operands import Operands
 from kvraw.engines.planner import Choice, best, profile_for
 from kvraw.engines.staged import StagedPlan
@@ -165,12 +165,16 @@ class GpuPlan:
         if self.ctas == 0:
             barred["kernel"] = barred["staged"] = "ctas=0 allows no kernel"
         named = "copy" if self.engine == "auto" and self.ctas == 0 else self.engine
+        found = best({e: s for e, s in seconds.items() if e not in barred} or seconds)
+        reason = "asked for"
+        if named == "auto" and found != "copy" and (no_kernel := kernels_barred(state.owner, plan.width())):
+            named, reason = "copy", no_kernel
+            barred = {"copy": f"{barred['copy']}, and {no_kernel}"} if "copy" in barred else {}
         if named != "auto":
             soft = named == "copy" and call.index.host is not None  # slower, but right
             if named in barred and not soft and not (named == "staged" and not whole[1]):
                 raise PlacementError(f"engine is {named!r}, but {barred[named]}")
-            return Choice(named, "asked for", seconds[named] * 1e6)
-        found = best({e: s for e, s in seconds.items() if e not in barred})
+            return Choice(named, reason, seconds[named] * 1e6)
         if found == "staged":
             try:
                 self._stage(state)  # takes the device memory that it needs: only where it is to be used

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,24 +16,45 @@ from kvraw.arrays import U64
 from kvraw.engines import kernel_args as ka
 from kvraw.engines.device_state import DeviceState, Upload
 from kvraw.engines.operands import Operands
-from kvraw.errors import BoundsError
+from kvraw.errors import BoundsError, UnsupportedDriverError
 from kvraw.plan import CopyPlan
 from kvraw.ptx.loader import read_ptx
+from kvraw.runtime.driver import CudaDriver
 from kvraw.runtime.inflight import Operation
 from kvraw.runtime.module import ArgumentBlock, Kernel
 
-__all__ = ["KernelPlan", "copy_kernel", "launch_shape"]
+__all__ = ["KernelPlan", "copy_kernel", "kernels_barred", "launch_shape"]
 
 THREADS = 1024
 _KINDS = 64  # kinds of calls of a plan whose arrangement is kept
 LINK_CTAS = 16  # saturates PCIe 5 x16 on an H200 with margin (benchmarks/README.md)
 _SIDES = ("src", "dst")
 
+_log = logging.getLogger("kvraw")
+_barred: weakref.WeakKeyDictionary[CudaDriver, str] = weakref.WeakKeyDictionary()
+
 
 @functools.cache
 def copy_kernel(width: int) -> Kernel:
     """The copy kernel for accesses of `width` bytes."""
     return Kernel(read_ptx(f"copy_v{width}.ptx"), f"kvraw_copy_v{width}")
+
+
+def kernels_barred(d: CudaDriver, width: int) -> str:
+    """Why no kernel can run, where the driver compiles none; empty where they can. A device's context is current.
+
+    Found out once per driver, with the copy kernel for accesses of `width` bytes.
+    """
+    why = _barred.get(d)
+    if why is None:
+        why = ""
+        try:
+            copy_kernel(width).handle_for(d)
+        except UnsupportedDriverError as error:
+            why = str(error)
+            _log.warning("copies go by the copy engine alone: %s", why)
+        _barred[d] = why
+    return why
 
 
 def launch_shape(segments: int, most: int, most_threads: int = THREADS) -> tuple[int, int]:

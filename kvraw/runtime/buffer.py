@@ -21,7 +21,7 @@ from kvraw.errors import (
     PlacementError,
     TransferTimeoutError,
 )
-from kvraw.runtime.context import device_to_pin, gpu_at_hand, require_device
+from kvraw.runtime.context import device_to_pin, gpu_at_hand, require_device, tie
 from kvraw.runtime.driver import driver, usable_here
 from kvraw.runtime.facts import HostFacts, observe
 from kvraw.runtime.host_map import HostMemory, HostOptions, attach_memory, borrow_memory, obtain_memory
@@ -91,7 +91,7 @@ class HostBuffer(InUse, Uncopied):
         cls: type[B], address: int, nbytes: int, *, device: int | None = None, pin: bool | None = None,
         owner: object = None, step_bytes: int | None = None,
     ) -> B:  # fmt: skip
-        """Memory that somebody else allocated, borrowed, and registered in place where it is to be pinned.
+        """Memory of somebody else, borrowed; where it is to be pinned, what others did not pin is registered in place.
 
         Parameters
         ----------
@@ -143,6 +143,7 @@ class HostBuffer(InUse, Uncopied):
         self._closed = self._gone = False
         self._forked = False
         _live.add(self)
+        tie(self)
         try:
             self._start(target)
         except BaseException:
@@ -269,6 +270,13 @@ class HostBuffer(InUse, Uncopied):
         if not self.pinned or self._memory.shift is None:
             raise ClosedError(f"the {self._noun} is {'closed' if self._closed else 'not pinned'}")
         return self._memory.shift
+
+    def context_lost(self) -> None:
+        """What was registered in the context is pageable again, and is pinned anew at its next use by a GPU."""
+        self._facts = None
+        if self._memory.context_lost():
+            self._closed = self._gone = True
+            self._bytes = np.empty(0, np.uint8)
 
     def pin(self, device: int) -> None:
         """Populate the memory and register it with the driver, in a context of this device. Idempotent.

@@ -4,18 +4,95 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import Protocol
 
 from kvraw.checks import integer
-from kvraw.errors import PlacementError
-from kvraw.runtime.driver import CudaDriver, driver, driver_here
+from kvraw.errors import ClosedError, DriverError, PlacementError
+from kvraw.runtime.driver import CudaDriver, driver, driver_here, usable_here
 
-__all__ = ["DeviceScope", "active_device", "current_device", "device_to_pin", "gpu_at_hand", "require_device"]
+__all__ = [
+    "DeviceScope",
+    "FreshScope",
+    "Tied",
+    "active_device",
+    "current_device",
+    "device_if_active",
+    "device_to_pin",
+    "generation",
+    "gpu_at_hand",
+    "look_for_reset",
+    "require_device",
+    "reset_error",
+    "tie",
+]
 
 _lock = threading.RLock()  # as all locks here: a finalizer may run in the midst of what its own thread has locked
 _NONE: dict[int, int] = {}
+_NO_MARKS: dict[int, tuple[int, int]] = {}
 # Primary contexts by device, retained for good.
 _primary: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKeyDictionary()
+# The first context that something was made in, by device, and its number.
+_marks: weakref.WeakKeyDictionary[CudaDriver, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
+_resets: dict[int, int] = {}  # how often a device's context was found to be reset
+_tied: weakref.WeakSet[Tied] = weakref.WeakSet()
+_GONE = (201, 400, 709)  # CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED
+
+
+class Tied(Protocol):
+    """What ends with the context of its `device`; with any, where it has none."""
+
+    def context_lost(self) -> None:
+        """The context is gone, and with it what was made there: nothing is to be given back, or used again."""
+
+
+def tie(made: Tied) -> None:
+    """Have something learn that its device's context was reset."""
+    with _lock:
+        _tied.add(made)
+
+
+def generation(device: int) -> int:
+    """A number that changes once a device's context was found to be reset; to be asked where something is made."""
+    if usable_here():
+        look_for_reset(device)
+    return _resets.get(device, 0)
+
+
+def reset_error(device: int | None, what: str) -> ClosedError:
+    """The error for what was made before."""
+    return ClosedError(f"{what} is gone: the context of device {device} was reset since it was made; make it anew")
+
+
+def look_for_reset(device: int) -> None:
+    """Find out whether somebody reset the context of a device; asked where something is made there."""
+    d = driver()
+    mark = _marks.get(d, _NO_MARKS).get(device)
+    if mark is not None and d.context_id(mark[0]) != mark[1]:
+        _lose(d, device, mark)
+
+
+def _mark(d: CudaDriver, device: int) -> None:
+    """Remember the current context, where it is the primary one: others end with those who made them."""
+    context = d.context_current()
+    if d.primary_active(device) and _primary_context(d, device) == context:
+        _marks.setdefault(d, {})[device] = context, d.context_id(context)
+
+
+def _lose(d: CudaDriver, device: int, mark: tuple[int, int] | None) -> None:
+    with _lock:
+        known = _marks.setdefault(d, {})
+        if known.get(device) != mark:
+            return  # another thread did
+        known.pop(device, None)
+        _primary.setdefault(d, {}).pop(device, None)
+        _resets[device] = _resets.get(device, 0) + 1
+        tied = list(_tied)
+    # What names no device goes by what its parts have become.
+    for one in sorted(tied, key=lambda one: not hasattr(one, "device")):
+        if getattr(one, "device", device) == device:
+            one.context_lost()
 
 
 def current_device() -> int | None:
@@ -55,7 +132,10 @@ def device_to_pin(device: int | None, pin: bool | None) -> int | None:
     if device is not None:
         return device
     if pin is None:
-        return current_device() if gpu_at_hand() else None
+        try:
+            return current_device() if gpu_at_hand() else None
+        except DriverError:  # an earlier error, which is not the business of host memory that nobody wants pinned
+            return None
     found = active_device()
     if found is None:
         raise PlacementError("pin is True, but no device is named and no CUDA context exists; pass device=")
@@ -81,6 +161,40 @@ def _primary_context(d: CudaDriver, device: int) -> int:
         return known[device]
 
 
+def device_if_active(device: int) -> AbstractContextManager[object]:
+    """A `DeviceScope` where the device has a context; nothing where it has none, and none is made."""
+    d = driver()
+    active = d.context_device() == device or d.primary_active(device)
+    return DeviceScope(device) if active else nullcontext()
+
+
+class FreshScope:
+    """A `DeviceScope` in which something is made: where the context was reset, what was made before ends first."""
+
+    __slots__ = ("_device", "_scope")
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def __enter__(self) -> FreshScope:
+        look_for_reset(self._device)
+        self._scope = DeviceScope(self._device)
+        self._scope.__enter__()
+        try:
+            d = driver()
+            if self._device not in _marks.get(d, _NO_MARKS):
+                _mark(d, self._device)
+        except BaseException:
+            self._scope.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scope.__exit__(kind, error, trace)
+
+
 class DeviceScope:
     """Makes a context of a device current for a ``with`` block, and restores what was current before.
 
@@ -98,7 +212,20 @@ class DeviceScope:
         d = driver()
         if d.context_device() == self._device:
             return self
-        d.context_push(_primary_context(d, self._device))
+        context = _primary_context(d, self._device)
+        try:
+            d.context_push(context)
+        except DriverError as error:
+            if error.code not in _GONE:
+                raise
+            _lose(d, self._device, _marks.get(d, _NO_MARKS).get(self._device))
+            raise DriverError(
+                error.name,
+                error.code,
+                error.call,
+                f"the context of device {self._device} was reset: streams, caches and device memory from before are "
+                f"gone, new ones can be made",
+            ) from error
         self._pushed = True
         return self
 

@@ -6,6 +6,7 @@ import ``cuda.bindings``; tests put an object with the methods of `CudaDriver` i
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -17,6 +18,7 @@ import numpy as np
 from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
 from kvraw.runtime.direct_calls import BatchCopy, PointerAttributes, PointerInfo, Relaxed
 from kvraw.runtime.driver_ctypes import EnqueueCalls
+from kvraw.runtime.startup import hiding_file, meaning
 
 __all__ = [
     "CudaDriver",
@@ -30,8 +32,11 @@ __all__ = [
     "usable_here",
 ]
 
+_log = logging.getLogger("kvraw")
+
 MINIMUM_DRIVER = 12000  # CUDA 12.0 (R525): the first that takes the PTX shipped here
 
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 # CUmemorytype
 _HOST, _DEVICE, _ARRAY, _UNIFIED = 1, 2, 3, 4
 
@@ -42,7 +47,14 @@ class CudaDriver(EnqueueCalls):
     def __init__(self) -> None:
         try:
             from cuda.bindings import driver as cu
-        except ImportError as error:
+        except Exception as error:  # a file of the same name raises anything
+            hidden = hiding_file()
+            if hidden is not None:
+                text = f"{hidden} hides cuda-python, whose package has the same name: rename it"
+                _log.warning("no GPU is used: %s", text)
+                raise DriverNotFoundError(text) from error
+            if not isinstance(error, ImportError):
+                raise
             raise DriverNotFoundError(f"cuda-python cannot be imported: {error}") from error
         self._cu: Any = cu
         try:
@@ -50,13 +62,17 @@ class CudaDriver(EnqueueCalls):
         except RuntimeError as error:  # the bindings raise it, not a CUresult, where libcuda.so.1 cannot be loaded
             raise DriverNotFoundError("no CUDA driver: libcuda.so.1 cannot be loaded") from error
         if result[0]:
-            raise DriverNotFoundError(f"the CUDA driver does not start: cuInit returned {result[0].name}")
+            text = f"the CUDA driver does not start: {meaning(int(result[0]), result[0].name)}"
+            if int(result[0]) != _NO_DEVICE:  # a machine with a GPU, or one that is to have one
+                _log.warning("no GPU is used: %s", text)
+            raise DriverNotFoundError(text)
         found = self.version()
         if found < MINIMUM_DRIVER:
             raise UnsupportedDriverError(f"the CUDA driver is {found}, must be {MINIMUM_DRIVER} or newer")
         if self.device_count() == 0:
             raise DriverNotFoundError("the CUDA driver sees no device")
         self._attribute = cu.CUdevice_attribute
+        self._legacy = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         self._batch: BatchCopy | bool | None = None
         super().__init__(lambda name: self._address(name, MINIMUM_DRIVER))
         self._attributes = PointerAttributes(self._address("cuPointerGetAttributes", MINIMUM_DRIVER))
@@ -125,6 +141,15 @@ class CudaDriver(EnqueueCalls):
         """Retain the primary context of a device."""
         return int(self._do("cuDevicePrimaryCtxRetain", self._device(device)))
 
+    def context_current(self) -> int:
+        """The current context; 0 where there is none."""
+        return int(self._do("cuCtxGetCurrent"))
+
+    def context_id(self, context: int) -> int:
+        """The number that the driver gave a context, and gives no other; 0 where it is no more."""
+        code, number = self._cu.cuCtxGetId(context)
+        return 0 if code else int(number)
+
     def primary_active(self, device: int) -> bool:
         """Whether the primary context of a device exists; makes none."""
         return bool(self._do("cuDevicePrimaryCtxGetState", self._device(device))[1])
@@ -172,6 +197,11 @@ class CudaDriver(EnqueueCalls):
         if kind not in (_HOST, _DEVICE, _UNIFIED):
             return None
         return PointerInfo("managed" if managed else "host" if kind == _HOST else "device", device, mapped, base, size)
+
+    def pointer_in_pieces(self, address: int) -> bool:
+        """Whether memory may be one with its neighbours: mapped in pieces or from a pool, not allocated on its own."""
+        code, alone = self._cu.cuPointerGetAttribute(self._legacy, address)
+        return not code and not alone
 
     # streams and events
 
@@ -256,6 +286,10 @@ class CudaDriver(EnqueueCalls):
     def library_kernel(self, library: int, name: str) -> int:
         """A kernel of a library."""
         return int(self._do("cuLibraryGetKernel", library, name.encode()))
+
+    def kernel_load(self, kernel: int) -> None:
+        """Compile a kernel for the current context's device now, where that was put off until its first launch."""
+        self._undisturbed("cuKernelGetFunction", kernel)
 
 
 _lock = threading.RLock()

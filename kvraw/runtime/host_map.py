@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvraw.checks import integer
+from kvraw.checks import ADDRESS_END, FIRST_ADDRESS, integer
 from kvraw.errors import BoundsError, DriverError, HostMemoryError
 from kvraw.runtime import facts, libc, shm
 from kvraw.runtime.driver import driver
@@ -105,6 +105,8 @@ class HostMemory:
         The NUMA node it is bound to.
     degraded : list of str
         What was asked for and not obtained.
+    allocation : PinnedBuffer or None
+        What the driver allocated.
     shift : int or None
         Distance to the device's address, where the driver allocated the memory.
     owned : bool
@@ -131,6 +133,7 @@ class HostMemory:
         self.degraded: list[str] = []
         self.shift: int | None = None
         self.segment = segment
+        self.allocation: PinnedBuffer | None = None
         self.owned = release is not None
         self.hidden_from_children: list[bool] = [False]
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
@@ -163,6 +166,14 @@ class HostMemory:
             "node": self.node,
             "degraded": list(self.degraded),
         }
+
+    def context_lost(self) -> bool:
+        """Forget registrations that ended with their context; whether the memory itself did."""
+        if self.registrations and all(one.closed for one in self.registrations):
+            self.registrations.clear()
+            self.shift = None
+            self.hide_from_children(False)
+        return self.allocation is not None and self.allocation.closed
 
     def array(self) -> np.ndarray:
         """The whole range as bytes; keeps the memory."""
@@ -313,7 +324,7 @@ def _pinned(nbytes: int, device: int) -> HostMemory:
         buffer.close()
 
     memory = HostMemory(buffer.address, size, "pinned", release)
-    memory.shift = buffer.device_address - buffer.address
+    memory.shift, memory.allocation = buffer.device_address - buffer.address, buffer
     return memory
 
 
@@ -376,6 +387,8 @@ def attach_memory(name: str, nbytes: int | None, any_user: bool) -> HostMemory:
 def borrow_memory(address: int, nbytes: int, owner: object) -> HostMemory:
     """Memory of somebody else, of exactly this size."""
     address, nbytes = integer("address", address), integer("nbytes", nbytes)
-    if not 0 < address < 2**64 - nbytes or nbytes <= 0:
-        raise BoundsError(f"address is {address:#x} with nbytes {nbytes}, must be in (0, 2**64) with positive nbytes")
+    if nbytes <= 0 or not FIRST_ADDRESS <= address <= ADDRESS_END - nbytes:
+        raise BoundsError(
+            f"address is {address:#x} with nbytes {nbytes}, must be in [{FIRST_ADDRESS}, 2**63) with positive nbytes"
+        )
     return HostMemory(address, nbytes, "borrowed", None, owner)

@@ -265,6 +265,18 @@ class InFlight:
             except IndexError:  # another thread took it
                 return
 
+    def lose(self, error: Exception) -> None:
+        """End every operation with an error: the context, with all its events and work, is gone."""
+        with self.settle_lock:
+            lost, self._open = list(self._open), deque()
+            self._events.clear()
+            for one in lost:
+                one.error = one.error or error
+                one._event, one._reports, one._settle, one._pending = None, (), (), False
+                self.dead.append(one._refs)
+                one._refs = None
+        self.let_go()
+
     def reap(self, limit: int = 2 * _QUIET) -> None:
         """Settle old operations that are over, without waiting; an error nobody waits for is logged.
 

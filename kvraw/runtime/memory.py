@@ -9,13 +9,23 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.errors import PlacementError
-from kvraw.runtime.context import DeviceScope, active_device
+from kvraw.errors import BoundsError, DriverError, PlacementError
+from kvraw.runtime.context import DeviceScope, FreshScope, active_device, tie
 from kvraw.runtime.driver import CudaDriver, driver, driver_here, driver_if
 from kvraw.runtime.owner import Owner
 from kvraw.runtime.register import Registration as Registration
 
-__all__ = ["DeviceBuffer", "Located", "PinnedBuffer", "Registration", "Where", "locate", "locate_all"]
+__all__ = [
+    "DeviceBuffer",
+    "Located",
+    "Over",
+    "PinnedBuffer",
+    "Registration",
+    "Where",
+    "held_by",
+    "locate",
+    "locate_all",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +40,14 @@ class Where:
         Address at which a GPU sees it; 0 for pageable memory.
     edges : tuple of int
         Where the allocation, or registrations, that the range lies in end, whoever made them: no copy may span one.
+    over : int
+        Where device memory ends that the range goes over the end of; 0: it does not.
     """
 
     device: int | None
     device_address: int
     edges: tuple[int, ...] = ()
+    over: int = 0
 
 
 PAGEABLE = Where(None, 0)
@@ -95,11 +108,17 @@ def _look(address: int, nbytes: int) -> tuple[Where, range]:
     if d is None or found is None:
         return PAGEABLE, range(0)
     inside = range(found.start, found.stop)
-    if found.device is not None:
-        return Where(found.device, address, (found.stop,)), inside
-    # A range over several registrations is one range for a kernel when they are neighbours at one distance.
     end, reach = address + max(nbytes, 1), found.stop
     edges = [reach]
+    if found.device is not None:
+        while reach < end and d.pointer_in_pieces(reach - 1):
+            following = _allocation(d, reach)
+            if following is None or following.device != found.device or not d.pointer_in_pieces(reach):
+                break
+            reach = following.stop
+            edges.append(reach)
+        return Where(found.device, address, tuple(edges), reach if reach < end else 0), inside
+    # A range over several registrations is one range for a kernel when they are neighbours at one distance.
     while reach < end:
         following = _allocation(d, reach)
         if following is None or following.device is not None or following.shift != found.shift:
@@ -114,6 +133,35 @@ def locate(address: int, nbytes: int) -> Where:
     return _look(address, nbytes)[0]
 
 
+def held_by(address: int) -> int | None:
+    """The device that holds an address, as far as the driver answers; None for host memory.
+
+    An earlier error, which a driver in that state gives as every call's answer, is not the business of whoever has
+    nothing to do with GPUs.
+    """
+    try:
+        return _look(address, 1)[0].device
+    except DriverError:
+        return None
+
+
+class Over(NamedTuple):
+    """A range that goes over the end of device memory: its place among those looked up, and where the memory ends."""
+
+    at: int
+    address: int
+    nbytes: int
+    stop: int
+    device: int
+
+    def error(self, name: str) -> BoundsError:
+        """The error for it."""
+        return BoundsError(
+            f"{name} is {self.address:#x}, with {self.nbytes} bytes it goes over the end of its memory on device "
+            f"{self.device} at {self.stop:#x}"
+        )
+
+
 class Located(NamedTuple):
     """Where ranges lie.
 
@@ -125,11 +173,14 @@ class Located(NamedTuple):
         The device that holds each; -1 for host memory.
     edges : tuple of int
         Where allocations and registrations that the ranges lie in end, whoever made them: no copy may span one.
+    over : Over or None
+        The first range that goes over the end of device memory.
     """
 
     seen: npt.NDArray[np.uint64]
     devices: npt.NDArray[np.int64]
     edges: tuple[int, ...] = ()
+    over: Over | None = None
 
     @property
     def pageable(self) -> bool:
@@ -142,7 +193,15 @@ class Located(NamedTuple):
         return bool((self.devices < 0).any())
 
     def require(self, device: int, name: str) -> None:
-        """Raise `PlacementError` where another device holds one: a kernel that touches it faults."""
+        """Raise where a kernel that touches them faults.
+
+        Raises
+        ------
+        PlacementError
+            Another device holds one.
+        BoundsError
+            One goes over the end of its memory.
+        """
         apart = (self.devices >= 0) & (self.devices != device)
         if apart.any():
             at = int(np.argmax(apart))
@@ -150,6 +209,8 @@ class Located(NamedTuple):
                 f"{name}: {int(self.seen[at]):#x} is memory of device {self.devices[at]}, must be of device {device} "
                 f"or the host's"
             )
+        if self.over is not None:
+            raise self.over.error(f"{name}[{self.over.at}]")
 
 
 _ONE_BY_ONE = 64
@@ -160,6 +221,7 @@ def _locate_few(addresses: list[int], nbytes: int) -> Located:
     seen, devices = [0] * len(addresses), [-1] * len(addresses)
     edges: list[int] = []
     inside, shift, device = range(0), 0, -1
+    over: Over | None = None
     for at, address in enumerate(addresses):
         if address not in inside or address + nbytes > inside.stop:
             where, inside = _look(address, nbytes)
@@ -167,8 +229,10 @@ def _locate_few(addresses: list[int], nbytes: int) -> Located:
                 break
             edges += where.edges
             shift, device = where.device_address - address, -1 if where.device is None else where.device
+            if where.over and over is None:
+                over = Over(at, address, nbytes, where.over, device)
         seen[at], devices[at] = address + shift, device
-    return Located(np.array(seen, np.uint64), np.array(devices, np.int64), tuple(edges))
+    return Located(np.array(seen, np.uint64), np.array(devices, np.int64), tuple(edges), over)
 
 
 def locate_all(addresses: npt.NDArray[np.uint64], nbytes: int = 1) -> Located:
@@ -180,6 +244,7 @@ def locate_all(addresses: npt.NDArray[np.uint64], nbytes: int = 1) -> Located:
         return _locate_few(addresses.tolist(), nbytes)
     seen, devices = np.zeros_like(addresses), np.full(len(addresses), -1, np.int64)
     edges: list[int] = []
+    over: Over | None = None
     left = np.arange(len(addresses))
     while len(left):
         first = int(addresses[left[0]])
@@ -196,13 +261,15 @@ def locate_all(addresses: npt.NDArray[np.uint64], nbytes: int = 1) -> Located:
         edges += where.edges
         if where.device is not None:
             devices[mine] = where.device
-        else:
-            for k in mine[at + np.uint64(nbytes) > end]:  # over the end of a registration: another may follow
-                over = locate(int(addresses[k]), nbytes)
-                seen[k] = over.device_address
-                edges += over.edges
+        for k in mine[at + np.uint64(nbytes) > end]:  # over the end: of a registration, and another may follow
+            whole = locate(int(addresses[k]), nbytes)
+            seen[k] = whole.device_address
+            edges += whole.edges
+            if whole.over and whole.device is not None:
+                over = Over(int(k), int(addresses[k]), nbytes, whole.over, whole.device)
+                break
         left = left[~inside]
-    return Located(seen, devices, tuple(edges))
+    return Located(seen, devices, tuple(edges), over)
 
 
 def _free_device(known: weakref.ref[CudaDriver], device: int, address: int) -> None:
@@ -218,9 +285,10 @@ class DeviceBuffer(Owner):
     def __init__(self, nbytes: int, device: int) -> None:
         self.nbytes, self.device = nbytes, device
         d = driver()
-        with DeviceScope(device):
+        with FreshScope(device):
             self.address = d.mem_alloc(max(nbytes, 1))
         self._finalizer = weakref.finalize(self, _free_device, weakref.ref(d), device, self.address)
+        tie(self)
         self._finalizer.atexit = False  # transfers may go on at exit; the driver ends them, and frees what they use
 
     @property
@@ -240,11 +308,12 @@ class PinnedBuffer(Owner):
     """`nbytes` of page-locked host memory from the driver, with the address at which a device sees it."""
 
     def __init__(self, nbytes: int, device: int) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.device = nbytes, device
         d = driver()
-        with DeviceScope(device):
+        with FreshScope(device):
             self.address = d.host_alloc(max(nbytes, 1))
             self._finalizer = weakref.finalize(self, _free_pinned, weakref.ref(d), device, self.address)
+            tie(self)
             self._finalizer.atexit = False  # transfers may go on at exit; the driver ends them, and frees what they use
             try:
                 self.device_address = d.host_device_address(self.address)

@@ -6,11 +6,19 @@ import threading
 
 import numpy as np
 
+from kvraw.errors import DriverError, UnsupportedDriverError
+from kvraw.runtime.context import tie
 from kvraw.runtime.driver import CudaDriver, driver
 
-__all__ = ["ArgumentBlock", "Kernel"]
+__all__ = ["ArgumentBlock", "Kernel", "no_compiler"]
 
 _lock = threading.RLock()
+# What stands in the way of compiling PTX, by the driver's result, and what to change.
+_NO_COMPILER = {
+    221: "install libnvidia-ptxjitcompiler.so.1 of the driver's version (in a container, the capability 'compute')",
+    222: "the driver is too old for this PTX, install a newer one",
+    223: "unset CUDA_DISABLE_PTX_JIT",
+}
 
 
 class Kernel:
@@ -29,6 +37,11 @@ class Kernel:
         self._image = image
         self._owner: CudaDriver | None = None
         self._handle = 0
+        tie(self)
+
+    def context_lost(self) -> None:
+        """Load it again at its next use."""
+        self._owner = None
 
     def handle(self) -> int:
         """The kernel's handle; compiles the image on first use."""
@@ -39,13 +52,38 @@ class Kernel:
         if self._owner is not d:
             with _lock:
                 if self._owner is not d:
-                    self._handle = d.library_kernel(d.library_load(self._image), self.name)
+                    self._handle = _load(d, self._image, self.name)
                     self._owner = d
         return self._handle
 
     def launch(self, ctas: int, threads: int, stream: int, block: ArgumentBlock) -> None:
         """Launch on a stream of the current context's device; the block is read during the call."""
         driver().launch(self.handle(), ctas, threads, stream, block.address)
+
+
+def _load(d: CudaDriver, image: bytes, name: str) -> int:
+    why = ""
+    try:
+        library = d.library_load(image)
+        try:
+            kernel = d.library_kernel(library, name)
+            if d.context_device() >= 0:
+                d.kernel_load(kernel)
+        except BaseException:
+            d.library_unload(library)
+            raise
+        return kernel
+    except DriverError as error:
+        why = no_compiler(error)
+        if not why:
+            raise
+    raise UnsupportedDriverError(why)
+
+
+def no_compiler(error: DriverError) -> str:
+    """Why the driver compiles no PTX here, and what to change; empty where the error is another one."""
+    change = _NO_COMPILER.get(error.code)
+    return f"the driver compiles no kernels here: {error.name} ({error.code}); {change}" if change else ""
 
 
 class ArgumentBlock:

@@ -26,6 +26,10 @@ class Owner:
         """Give it back. Idempotent."""
         self._finalizer()
 
+    def context_lost(self) -> None:
+        """It ended with its device's context."""
+        self._finalizer.detach()
+
     def require_open(self) -> None:
         """Raise `ClosedError` where it was closed."""
         if self.closed:

@@ -102,7 +102,8 @@ class Preparation:
         registration = None
         if self._device is not None:
             address = memory.address + start
-            registration = Registration(address, end - start, self._device, end - start)
+            nbytes = end - start
+            registration = Registration(address, nbytes, self._device, nbytes, foreign=not memory.owned)
             if memory.shift is None:
                 memory.shift = registration.device_address - address
             elif registration.device_address - address != memory.shift:

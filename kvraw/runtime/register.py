@@ -14,26 +14,38 @@ import numpy.typing as npt
 
 from kvraw import config
 from kvraw.errors import BoundsError, DriverError
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, FreshScope, tie
 from kvraw.runtime.driver import CudaDriver, driver, driver_here, driver_if, usable_here
+from kvraw.runtime.known import describe
 from kvraw.runtime.owner import Owner
 
-__all__ = ["Registration", "boundaries", "give_up", "is_registered", "note_allocation", "registered_bytes", "spans"]
+__all__ = [
+    "Registration",
+    "boundaries",
+    "give_up",
+    "is_registered",
+    "note_allocation",
+    "note_edges",
+    "registered_bytes",
+    "spans",
+]
 
 U64 = npt.NDArray[np.uint64]
 Piece = tuple[int, int]  # (begin, end)
 
 _EMPTY = np.empty(0, np.uint64)
+_MOST_FOREIGN = 4096  # ends that are kept: one that is no more costs a cut, nothing else
 
 
 class _Entry:
     """One range that was registered, in pieces, for one or more `Registration`."""
 
-    __slots__ = ("begin", "count", "device", "end", "owners", "pieces", "shift", "state")
+    __slots__ = ("begin", "count", "device", "end", "foreign", "owners", "pieces", "shift", "state")
 
     def __init__(self, begin: int, end: int, device: int) -> None:
         self.begin, self.end, self.device = begin, end, device
         self.pieces: list[Piece] = []
+        self.foreign: list[Piece] = []  # what somebody else had pinned already
         self.shift = 0
         self.count = 1
         self.state = "claimed"  # then "live", "leaving"; or "stuck", where the driver would not let go
@@ -48,13 +60,15 @@ class _Book:
         self.changed = threading.Condition(threading.RLock())
         self.entries: list[_Entry] = []
         self.allocations: set[Piece] = set()
+        self.foreign: set[int] = set()  # ends of what others registered, as far as copies met them
         self.cuts: U64 = _EMPTY
         self.listed: list[int] = []  # the same
 
     def publish(self) -> None:
         """Renew the vector of cuts, which is read without the lock."""
-        pieces = [piece for entry in self.entries for piece in entry.pieces] + list(self.allocations)
-        self.cuts = np.unique(np.array(pieces, np.uint64).ravel())
+        pieces = [piece for entry in self.entries for piece in entry.pieces + entry.foreign] + list(self.allocations)
+        cuts = np.array([*(end for piece in pieces for end in piece), *self.foreign], np.uint64)
+        self.cuts = np.unique(cuts)
         self.listed = self.cuts.tolist()
         self.changed.notify_all()
 
@@ -79,6 +93,20 @@ class _Book:
                     found.count += 1
                     return found, False
                 self.changed.wait()  # another thread is registering or unregistering just this range
+
+    def lose(self, d: CudaDriver, device: int) -> None:
+        """Take off what was registered in a context of a device that is gone."""
+        with self.changed:
+            gone = [entry for entry in self.entries if entry.device == device and entry.state in ("live", "stuck")]
+            for entry in gone:
+                entry.state = "lost"
+                self.entries.remove(entry)
+                left = [piece for piece in entry.pieces if d.pointer_number(piece[0])]
+                entry.pieces, entry.foreign = left, []
+                if left:
+                    _undo(d, entry)
+            if gone:
+                self.publish()
 
     def remove(self, entry: _Entry, stuck: list[Piece]) -> None:
         """Take an entry off; pieces that the driver would not let go stay, and so does what they keep alive.
@@ -135,20 +163,48 @@ def _undo(d: CudaDriver, entry: _Entry) -> tuple[list[Piece], DriverError | None
     return stuck, failed
 
 
-def _acquire(d: CudaDriver, begin: int, end: int, device: int, step: int, owner: object) -> _Entry:
+def _foreign(d: CudaDriver, at: int, end: int) -> Piece | None:
+    """The piece from an address on that somebody else pinned; None where nobody did."""
+    info = d.pointer_info(at)
+    if info is None or info.kind != "host" or not info.device_address or info.base + info.size <= at:
+        return None
+    return at, min(info.base + info.size, end)
+
+
+def _register(d: CudaDriver, entry: _Entry, step: int, foreign: bool) -> int:
+    """Register an entry in pieces, but for what others pinned; what to add to an address for a GPU's view."""
+    at, end = entry.begin, entry.end
+    while at < end:
+        piece = _foreign(d, at, end) if foreign else None
+        if piece is not None:
+            entry.foreign.append(piece)
+            at = piece[1]
+            continue
+        stop = min(at + step, end)
+        if foreign and (last := d.pointer_info(stop - 1)) is not None and last.base > at:
+            stop = last.base
+        failed: DriverError | None = None
+        try:
+            d.host_register(at, stop - at)
+        except DriverError as error:
+            failed = error.at(None, describe(d, at, stop - at))
+        if failed is not None:
+            raise failed  # on its own: the other's frames would keep the memory
+        entry.pieces.append((at, stop))
+        at = stop
+    shifts = {d.host_device_address(at) - at for at, _ in entry.pieces + entry.foreign}
+    if len(shifts) > 1:
+        raise DriverError("CUDA_ERROR_NOT_MAPPED", 211, "cuMemHostGetDevicePointer", "pieces lie apart")
+    return shifts.pop()
+
+
+def _acquire(d: CudaDriver, begin: int, end: int, device: int, step: int, owner: object, foreign: bool) -> _Entry:
     book = _book(d)
     entry, new = book.claim(begin, end, device)
     if new:
         try:
-            with DeviceScope(device):
-                for at in range(begin, end, step):
-                    piece = (at, min(at + step, end))
-                    d.host_register(at, piece[1] - at)
-                    entry.pieces.append(piece)
-                shifts = {d.host_device_address(at) - at for at, _ in entry.pieces}
-                if len(shifts) > 1:
-                    raise DriverError("CUDA_ERROR_NOT_MAPPED", 211, "cuMemHostGetDevicePointer", "pieces lie apart")
-            entry.shift = shifts.pop()
+            with FreshScope(device):
+                entry.shift = _register(d, entry, step, foreign)
         except BaseException:
             entry.owners.append(owner)
             stuck, _ = _undo(d, entry)
@@ -168,6 +224,8 @@ def _release(known: weakref.ref[CudaDriver], entry: _Entry) -> None:
         return
     book = _book(d)
     with book.changed:
+        if entry.state == "lost":
+            return
         entry.count -= 1
         if entry.count:
             return
@@ -181,7 +239,8 @@ def _release(known: weakref.ref[CudaDriver], entry: _Entry) -> None:
 class Registration(Owner):
     """Host memory pinned in place, in steps, rolled back in reverse where a step fails.
 
-    Registering a range that is registered already counts its users up; the last `close` unregisters it.
+    Registering a range that is registered already counts its users up; the last `close` unregisters it. What somebody
+    else pinned, such as another library, is used as it is, and stays theirs: to be kept so until `close`.
 
     Parameters
     ----------
@@ -193,6 +252,9 @@ class Registration(Owner):
         Bytes per registration, see `KVRAW_REGISTER_BYTES`.
     owner : object, optional
         Kept alive until the memory is unregistered.
+    foreign : bool
+        Take what others pinned. False for memory that was mapped just now: what the driver knows there is a
+        registration that outlived its memory.
 
     Raises
     ------
@@ -202,7 +264,16 @@ class Registration(Owner):
         The driver refused; nothing stays registered.
     """
 
-    def __init__(self, address: int, nbytes: int, device: int, step: int | None = None, owner: object = None) -> None:
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        device: int,
+        step: int | None = None,
+        owner: object = None,
+        *,
+        foreign: bool = True,
+    ) -> None:
         if nbytes <= 0:
             raise BoundsError(f"nbytes is {nbytes}, must be positive")
         step = config.REGISTER_BYTES.get() if step is None else step
@@ -210,11 +281,18 @@ class Registration(Owner):
             raise BoundsError(f"step is {step}, must be positive")
         self.address, self.nbytes, self.device = address, nbytes, device
         d = driver()
-        entry = _acquire(d, address, address + nbytes, device, step, owner)
+        entry = _acquire(d, address, address + nbytes, device, step, owner, foreign)
         self._finalizer = weakref.finalize(self, _release, weakref.ref(d), entry)
         self._finalizer.atexit = False  # the process gives everything back, and work may still be under way
+        tie(self)
         self.device_address = address + entry.shift
-        self.pieces = len(entry.pieces)
+        self.pieces = len(entry.pieces) + len(entry.foreign)
+
+    def context_lost(self) -> None:
+        """Registrations end with the context that they were made in."""
+        if (d := driver_here()) is not None and not self.closed:
+            _book(d).lose(d, self.device)
+        super().context_lost()
 
 
 def give_up(registrations: list[Registration]) -> None:
@@ -242,6 +320,19 @@ def note_allocation(d: CudaDriver, address: int, nbytes: int) -> Callable[[], No
             book.publish()
 
     return forget
+
+
+def note_edges(d: CudaDriver, edges: set[int]) -> bool:
+    """Have `boundaries` know of ends of what others registered; whether any is new."""
+    book = _book(d)
+    with book.changed:
+        new = edges - book.foreign
+        if new:
+            if len(book.foreign) > _MOST_FOREIGN:
+                book.foreign.clear()
+            book.foreign |= new
+            book.publish()
+    return bool(new)
 
 
 def boundaries(addresses: U64, nbytes: U64, more: Sequence[int] | U64 = ()) -> tuple[npt.NDArray[np.int64], U64]:

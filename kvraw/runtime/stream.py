@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from kvraw.errors import ClosedError, PlacementError
-from kvraw.runtime.context import DeviceScope, current_device
+from kvraw.runtime.context import DeviceScope, FreshScope, current_device, reset_error, tie
 from kvraw.runtime.driver import CudaDriver, driver, driver_if
 
 __all__ = ["LEGACY", "Stream", "capturing", "stream_device", "stream_handle"]
@@ -104,17 +104,24 @@ class Stream:
     def __init__(self, device: int) -> None:
         self.device = device
         d = driver()
-        with DeviceScope(device):
+        self._lost = False
+        with FreshScope(device):
             self._handle = d.stream_create()
         self._finalizer = weakref.finalize(self, _destroy, weakref.ref(d), device, self._handle)
+        tie(self)
         self._finalizer.atexit = False  # transfers may go on at exit; the driver ends them, and frees what they use
 
     @property
     def handle(self) -> int:
         """The driver's handle."""
         if not self._finalizer.alive:
-            raise ClosedError("the stream is closed")
+            raise reset_error(self.device, "the stream") if self._lost else ClosedError("the stream is closed")
         return self._handle
+
+    def context_lost(self) -> None:
+        """It ended with its device's context."""
+        if self._finalizer.detach():
+            self._lost = True
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle

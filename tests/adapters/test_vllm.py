@@ -115,12 +115,24 @@ def test_the_most_descriptors_of_a_call(fake: object, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("most", ["", "3"])
-def test_the_entry_that_the_driver_refused(fake: object, monkeypatch: pytest.MonkeyPatch, most: str) -> None:
+def test_the_entry_that_is_refused(fake: object, monkeypatch: pytest.MonkeyPatch, most: str) -> None:
     """Counted as the caller counts: entries of no bytes, and neighbours that went as one, included."""
     w = TorchLike(0).install(monkeypatch)
     sizes = [16, 8, 0, 24, 40, 0, 56, 72, 300]  # the last goes over the end of the device's memory
     monkeypatch.setenv("VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS", most)
-    with pytest.raises(kvraw.DriverError, match="failed at descriptor 8") as caught:
+    before = fake.calls["memcpy_batch_async"]  # type: ignore[attr-defined]
+    with pytest.raises(kvraw.BoundsError, match=r"src_ptrs\[8\] is 0x.*with 300 bytes it goes over the end"):
+        vllm.swap_blocks_batch(*scattered(w, sizes))
+    assert fake.calls["memcpy_batch_async"] == before  # type: ignore[attr-defined]
+    real, sizes[8] = fake.memcpy_batch_async, 100  # type: ignore[attr-defined]
+
+    def refusing(dst: np.ndarray, src: np.ndarray, n: np.ndarray, stream: int) -> None:
+        real(dst, src, n, stream)
+        if 100 in n:
+            raise kvraw.DriverError("CUDA_ERROR_INVALID_VALUE", 1, "cuMemcpyBatchAsync", index=n.tolist().index(100))
+
+    monkeypatch.setattr(fake, "memcpy_batch_async", refusing)
+    with pytest.raises(kvraw.DriverError, match=r"failed at descriptor 8: .*100 bytes at 0x.*device 0") as caught:
         vllm.swap_blocks_batch(*scattered(w, sizes))
     assert caught.value.index == 8
 

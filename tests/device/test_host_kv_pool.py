@@ -241,7 +241,8 @@ def test_checks() -> None:
             use(s.cache, slots[:2], [0, 1], ctas=-1)
     with pytest.raises(TypeError, match=r"tokens is 8\.0, must be an integer"):
         s.pool.alloc(8.0)  # type: ignore[arg-type]
-    fused = kvraw.PagedCache.from_pointers([64], 11, Geometry(1, 8, 4, 3, 16, 2, planes=1), device=s.cache.device)
+    at = s.cache.bases[:1]
+    fused = kvraw.PagedCache.from_pointers(at, 11, Geometry(1, 2, 4, 3, 16, 2, planes=1), device=s.cache.device)
     with pytest.raises(kvraw.LayoutError, match="heads is 3 with planes 1, must be 1; of a fused cache"):
         kvraw.HostKVPool.like(fused, 8, layout="layer_first")
 

@@ -73,7 +73,7 @@ def test_a_stream_of_the_other_is_refused(world: World) -> None:
         with pytest.raises(kvraw.PlacementError, match="stream of device 0, must be one of device 1"):
             prepared(world.cache.bases, [world.chunks[0].address], 1, src_index=[0], stream=stream)
         with pytest.raises(kvraw.PlacementError, match="stream of device 0, must be one of device 1"):
-            kvraw.memcpy_batch([8], [8], [8], stream=stream, device=1)
+            kvraw.memcpy_batch([8192], [8192], [8], stream=stream, device=1)
     other.synchronize()
     assert stays(world) == before
 

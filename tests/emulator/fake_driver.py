@@ -43,6 +43,7 @@ class _Block:
     nbytes: int
     device_address: int
     maps: tuple[mmap.mmap, ...] = ()
+    in_pieces: bool = False
     number: int = field(default_factory=itertools.count(1).__next__)
 
 
@@ -59,9 +60,13 @@ class FakeDriver(FakeStreams):
         self.memory = Memory()
         self.calls: Counter[str] = Counter()
         self.violations: list[str] = []
+        self.no_ptx = ""  # the result of whatever compiles PTX
+        self.sticky = ""  # the result of every call, as after an illegal access
+        self.lazy = False  # what is loaded is compiled at its first use
         self._faults: dict[tuple[str, int], str] = {}
         self._lock = threading.RLock()
         self._contexts: dict[int, int] = {}  # handle -> device, primary contexts retained
+        self._ids: dict[int, int] = {}  # of contexts, handles of which come again
         self._current = threading.local()
         self._blocks: dict[int, _Block] = {}
         self._libraries: dict[int, Module] = {}
@@ -78,6 +83,8 @@ class FakeDriver(FakeStreams):
                 self.calls[name] += 1
                 if name == "event_done" and not self._current.__dict__.get("relaxed") and self._captures():
                     self.violations.append("event_done would end a capture that is in progress")
+                if self.sticky and name not in _WITHOUT_CONTEXT:
+                    raise DriverError(self.sticky, RESULTS[self.sticky], name)
                 fault = self._faults.pop((name, self.calls[name]), None)
                 if fault is not None:
                     raise DriverError(fault, RESULTS[fault], name)
@@ -94,6 +101,23 @@ class FakeDriver(FakeStreams):
     def capture(self, stream: int, on: bool) -> None:
         """Pretend that a capture begins or ends on a stream."""
         self._streams[stream].capturing = on
+
+    def reset(self, device: int) -> None:
+        """What another library does with ``cudaDeviceReset``: all that the primary context held is gone."""
+        self._contexts.pop(0x100 + device, None)
+        for event in [e for e in self._events if self._event_devices[e] == device]:
+            del self._events[event]
+        for handle in [h for h, s in self._streams.items() if s.device == device and h not in LEGACY]:
+            del self._streams[handle]
+        for address in [a for a, b in self._blocks.items() if b.device == device]:
+            self.memory.remove(self._blocks.pop(address).device_address)
+
+    def map_in_pieces(self, device: int, nbytes: int, pieces: int) -> int:
+        """Device memory at neighbouring addresses, each piece mapped on its own, as virtual memory management does."""
+        memory = mmap.mmap(-1, nbytes * pieces)
+        for at in range(_address(memory), _address(memory) + nbytes * pieces, nbytes):
+            self._keep(_Block("device", device, at, nbytes, at, (memory,), in_pieces=True))
+        return _address(memory)
 
     def _captures(self) -> bool:
         return any(stream.capturing for stream in self._streams.values())
@@ -188,8 +212,16 @@ class FakeDriver(FakeStreams):
 
     def primary_retain(self, device: int) -> int:
         handle = 0x100 + device
-        self._contexts[handle] = device
+        if handle not in self._contexts:
+            self._contexts[handle], self._ids[handle] = device, self._handle()
         return handle
+
+    def context_current(self) -> int:
+        stack = self._stack()
+        return stack[-1] if stack else 0
+
+    def context_id(self, context: int) -> int:
+        return self._ids[context] if context in self._contexts else 0
 
     # memory
 
@@ -259,6 +291,10 @@ class FakeDriver(FakeStreams):
         # Without a current context a driver does not tell where a GPU sees pinned memory.
         seen = b.device_address + offset if self._stack() else 0
         return PointerInfo("host", b.device, seen, b.address, b.nbytes)
+
+    def pointer_in_pieces(self, address: int) -> bool:
+        b = self._find(address)
+        return b is not None and b.in_pieces
 
     def pointer_number(self, address: int) -> int:
         b = self._find(address)
@@ -337,6 +373,8 @@ class FakeDriver(FakeStreams):
     # kernels
 
     def library_load(self, image: bytes) -> int:
+        if not self.lazy:
+            self._refuse_ptx("library_load")
         handle = self._handle()
         self._libraries[handle] = module_of(image)
         return handle
@@ -353,10 +391,20 @@ class FakeDriver(FakeStreams):
         self._kernels[handle] = (module, name)
         return handle
 
+    def kernel_load(self, kernel: int) -> None:
+        self._need(self._kernels, kernel, "kernel_load")
+        self._here("kernel_load")
+        self._refuse_ptx("kernel_load")
+
+    def _refuse_ptx(self, call: str) -> None:
+        if self.no_ptx:
+            raise self._error(self.no_ptx, call)
+
     def launch(self, kernel: int, ctas: int, threads: int, stream: int, params: int) -> None:
         import ctypes
 
         module, name = self._need(self._kernels, kernel, "launch")
+        self._refuse_ptx("launch")
         if not 1 <= threads <= 1024 or ctas < 1:
             raise self._error("CUDA_ERROR_INVALID_VALUE", "launch", f"{ctas} x {threads}")
         where = ctypes.c_uint64.from_address(params).value
@@ -365,4 +413,5 @@ class FakeDriver(FakeStreams):
         self._push(stream, "launch", lambda: module.run(name, ctas, threads, block, self.memory, seed=seed) and None)
 
 
-_CONTROL = {"fail", "capture", "live", "relaxed"}
+_WITHOUT_CONTEXT = {"context_push", "context_pop", "context_current", "context_id", "device_count", "version"}
+_CONTROL = {"fail", "capture", "live", "map_in_pieces", "relaxed", "reset"}

@@ -16,10 +16,14 @@ RESULTS = {
     "CUDA_ERROR_INVALID_CONTEXT": 201,
     "CUDA_ERROR_NO_BINARY_FOR_GPU": 209,
     "CUDA_ERROR_INVALID_PTX": 218,
+    "CUDA_ERROR_JIT_COMPILER_NOT_FOUND": 221,
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": 222,
+    "CUDA_ERROR_JIT_COMPILATION_DISABLED": 223,
     "CUDA_ERROR_INVALID_HANDLE": 400,
     "CUDA_ERROR_NOT_FOUND": 500,
     "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": 712,
     "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED": 713,
+    "CUDA_ERROR_ILLEGAL_ADDRESS": 700,
     "CUDA_ERROR_LAUNCH_FAILED": 719,
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": 900,
 }
@@ -55,6 +59,7 @@ class FakeStreams:
         self._streams: dict[int, _Stream] = {s: _Stream(0) for s in LEGACY}
         self._gone: list[_Stream] = []
         self._events: dict[int, _Ticket | None] = {}
+        self._event_devices: dict[int, int] = {}
         self._next = 0x1000
 
     def _here(self, call: str) -> int:
@@ -119,9 +124,9 @@ class FakeStreams:
         return bool(self._need(self._streams, stream, "stream_capturing").capturing)
 
     def event_create(self, timing: bool = False) -> int:
-        self._here("event_create")
+        device = self._here("event_create")
         handle = self._handle()
-        self._events[handle] = None
+        self._events[handle], self._event_devices[handle] = None, device
         return handle
 
     def event_destroy(self, event: int) -> None:

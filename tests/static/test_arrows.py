@@ -22,7 +22,7 @@ ALLOWED = {
     "kvraw.config": "",
     "kvraw.formats": "errors",
     "kvraw.plan": "errors",
-    "kvraw.arrays": "errors",
+    "kvraw.arrays": "errors checks",
     "kvraw.layout": "errors checks formats plan",
     "kvraw.discovery": "errors formats handed_in plan layout layouts",
     "kvraw.layouts": "errors formats handed_in layout layouts",

@@ -57,7 +57,7 @@ def test_an_entry_may_overlap_itself() -> None:
         (([1], [1, 2], [1]), kvraw.BoundsError, "have 1, 2 and 1 entries"),
         (([1], [1], [-1]), kvraw.BoundsError, r"sizes\[0\] is -1"),
         (([0], [1], [1]), kvraw.BoundsError, r"dst\[0\] is null"),
-        (([1], [2**64 - 1], [2]), kvraw.BoundsError, r"src\[0\] plus its size"),
+        (([8192], [2**64 - 1], [2]), kvraw.BoundsError, r"src\[0\] is 0xffffffffffffffff; with sizes\[0\] of 2 bytes"),
         (([1.0], [1], [1]), TypeError, "dst holds float64"),
         (([2**64], [1], [1]), kvraw.BoundsError, r"dst\[0\] is 18446744073709551616"),
     ],
@@ -70,3 +70,42 @@ def test_bad_vectors(args: tuple[list[object], ...], error: type[Exception], mes
 def test_nothing_is_a_no_op() -> None:
     kvraw.memcpy_batch([], [], []).wait()
     kvraw.memcpy_batch([0, 5], [0, 5], [0, 0]).wait()
+
+
+NOWHERE = st.one_of(st.integers(0, 4095), st.integers(2**63, 2**64 - 1), st.sampled_from([2**63 - 1, 2**64 - 64]))
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.sampled_from(["dst", "src", "sizes"]), NOWHERE, st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_what_no_process_has_is_named_by_the_callers_entry(
+    before: int, behind: int, side: str, bad: int, array: bool
+) -> None:
+    """Such as sizes of 2**63 and more; entries of no bytes, ahead of it, count."""
+    a = np.zeros(64, np.uint8)
+    at = int(a.ctypes.data)
+    if side == "sizes" and bad < 2**63 - 1:
+        bad = 2**64 - 1 - bad
+    args = {name: [at] * (before + 1 + behind) for name in ("dst", "src")}
+    args["sizes"] = [0] * before + [64] + [0] * behind
+    args[side][before] = bad
+    given_ = [np.array(args[n], np.uint64) if array else args[n] for n in ("dst", "src", "sizes")]
+    name = side if side != "sizes" or bad >= 2**63 else "dst"
+    with pytest.raises(kvraw.BoundsError, match=rf"^{name}\[{before}\] is "):
+        kvraw.memcpy_batch(*given_)
+
+
+@pytest.mark.parametrize("bad", [8, 4095, 2**63 - 64, 2**63, 2**64 - 4096])
+def test_caches_and_chunks_that_no_process_has(bad: int) -> None:
+    a = np.zeros(4096, np.uint8)
+    at, g = int(a.ctypes.data), kvraw.Geometry(1, 2, 4, 2, 16, 2)
+    with pytest.raises(kvraw.BoundsError, match=r"pointers\[0\]"):
+        kvraw.PagedCache.from_pointers([bad], 1, g)
+    cache = kvraw.PagedCache.from_pointers([at], 1, g)
+    for use in (kvraw.store, kvraw.load):
+        with pytest.raises(kvraw.BoundsError, match=rf"chunks\[1\] is {bad}, must be an address in"):
+            use(cache, [at + 2048, bad], [0, 1], chunk_tokens=4)
+    plan = kvraw.TransferPlan(cache, "store", chunk_tokens=4).plan
+    with pytest.raises(kvraw.BoundsError, match=r"dst\[0\] is 0x"):
+        kvraw.PreparedCopy(plan, device=None)([at], [bad], 1, src_index=[0])
+    with pytest.raises(kvraw.BoundsError, match="address is 0x"):
+        kvraw.HostPool.from_pointer(bad, 4096)

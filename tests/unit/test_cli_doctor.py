@@ -203,6 +203,12 @@ class FakeDriver:
     def device_memory(self, device: int) -> int:
         return 80 << 30
 
+    def library_load(self, image: bytes) -> int:
+        return 1
+
+    def library_unload(self, library: int) -> None:
+        pass
+
 
 def test_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("kvraw.cli.doctor.driver", lambda: FakeDriver((9, 0), 13010))
@@ -217,6 +223,29 @@ def test_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert main(["doctor"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("GPU 0"))
     assert "NVIDIA [fake], compute 9.0, 132 SMs, 80.0 GiB, 3 copy engines, maps host memory" in row
+
+
+@pytest.mark.parametrize("where", ["variable", 221, 222, 223])
+def test_a_driver_that_compiles_nothing(
+    where: int | str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeDriver((9, 0), 13010)
+    monkeypatch.setattr("kvraw.cli.doctor.driver", lambda: fake)
+    if isinstance(where, int):
+
+        def refused(image: bytes) -> int:
+            raise kvraw.DriverError("CUDA_ERROR_NAME", where, "cuLibraryLoadData")
+
+        fake.library_load = refused  # type: ignore[method-assign]
+    else:
+        monkeypatch.setenv("CUDA_DISABLE_PTX_JIT", "1")
+    code, report = doctor_json(capsys)
+    assert code == 1
+    (problem,) = report["problems"]
+    assert "compiles no kernels" in problem["what"]
+    assert "copy engine alone" in problem["what"]
+    assert problem["change"]
+    assert not report["engines"]["kernel"]["runs"]
 
 
 def test_a_device_too_old_for_the_ptx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
