@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvraw.arrays import ASK_DRIVER, TensorView, pointer_vector, tensor_view
-from kvraw.checks import Uncopied, integer
+from kvraw.checks import FIRST_ADDRESS, TOP_ADDRESS, Uncopied, integer, no_address
 from kvraw.discovery import discover
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import Format
@@ -193,8 +193,10 @@ def _require_distinct(name: str, layout: CacheLayout, addresses: Sequence[int]) 
 
 
 def require_host(name: str, addresses: Any, nbytes: int) -> None:
-    """Raise `PlacementError` where the driver knows an address as device memory."""
+    """Raise `PlacementError` where the driver knows an address as device memory, `BoundsError` where it is none."""
     for at, address in enumerate(addresses):
+        if not FIRST_ADDRESS <= address <= TOP_ADDRESS - nbytes:
+            raise BoundsError(no_address(f"{name}[{at}]", int(address), nbytes))
         device = locate(int(address), nbytes).device
         if device is not None:
             raise PlacementError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
@@ -21,12 +22,25 @@ _UINT64 = np.dtype(np.uint64)
 _kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
 
+# What an object has that is one chunk or a table, not a row of chunks: its values are no addresses.
+_ONE = ("data_ptr", "__array_interface__", "__cuda_array_interface__", "__dlpack__")
+_NO_ROWS = (str, bytes, bytearray, memoryview, array, Mapping, Set)
+
+
 def _no_row(chunks: object) -> TypeError:
-    return TypeError(f"chunks is a {type(chunks).__name__}, must be a sequence of chunks")
+    return TypeError(f"chunks is a {type(chunks).__name__}, must be a list of chunks (or of addresses)")
+
+
+def _require_row(chunks: object) -> None:
+    """Raise `TypeError` where one array stands for a row of chunks."""
+    if isinstance(chunks, _NO_ROWS) or any(hasattr(chunks, name) for name in _ONE):
+        raise _no_row(chunks)
 
 
 def chunk_bytes(chunks: Sequence[Any]) -> int | None:
     """Bytes of the first of some chunks: 0 where there is none, None where it is a plain address."""
+    if type(chunks) is not list:
+        _require_row(chunks)
     try:
         if not len(chunks):
             return 0
@@ -75,6 +89,8 @@ class ChunkRow:
     def __init__(self, chunks: Sequence[Any], nbytes: int, written: bool) -> None:
         self.nbytes, self.bits = nbytes, -1
         self.edges: list[int] = []
+        if type(chunks) is not list:
+            _require_row(chunks)
         try:
             self.owners: list[Any] = list(chunks)
         except TypeError:
