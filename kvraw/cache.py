@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvraw.addresses import FIRST, TOP, no_address
 from kvraw.arrays import ASK_DRIVER, TensorView, pointer_vector, tensor_view
-from kvraw.checks import FIRST_ADDRESS, TOP_ADDRESS, Uncopied, integer, no_address
+from kvraw.checks import Uncopied, integer
 from kvraw.discovery import discover
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import Format
@@ -192,11 +193,14 @@ def _require_distinct(name: str, layout: CacheLayout, addresses: Sequence[int]) 
             )
 
 
-def require_host(name: str, addresses: Any, nbytes: int) -> None:
-    """Raise `PlacementError` where the driver knows an address as device memory, `BoundsError` where it is none."""
-    for at, address in enumerate(addresses):
-        if not FIRST_ADDRESS <= address <= TOP_ADDRESS - nbytes:
-            raise BoundsError(no_address(f"{name}[{at}]", int(address), nbytes))
+def require_host(name: str, addresses: Any, nbytes: int, first: int = 0) -> None:
+    """Raise `PlacementError` where the driver knows an address as device memory, `BoundsError` where it is none.
+
+    `first` is the number of the first of them.
+    """
+    for at, address in enumerate(addresses, first):
+        if not FIRST <= address <= TOP - nbytes:
+            raise no_address(f"{name}[{at}]", int(address), nbytes)
         device = locate(int(address), nbytes).device
         if device is not None:
             raise PlacementError(

@@ -28,7 +28,7 @@ _NO_ROWS = (str, bytes, bytearray, memoryview, array, Mapping, Set)
 
 
 def _no_row(chunks: object) -> TypeError:
-    return TypeError(f"chunks is a {type(chunks).__name__}, must be a list of chunks (or of addresses)")
+    return TypeError(f"chunks is a {type(chunks).__name__}, must be a sequence of chunks, such as [chunk]")
 
 
 def _require_row(chunks: object) -> None:
@@ -165,7 +165,7 @@ class ChunkRow:
         """Raise `PlacementError` where a chunk is device memory."""
         for at, device in self._foreign:
             if device == ASK_DRIVER:
-                require_host(f"chunks[{at}] =", [int(self.addresses[at])], self.nbytes)
+                require_host("chunks", [int(self.addresses[at])], self.nbytes, at)
             elif device is not None:
                 raise PlacementError(
                     f"chunks[{at}] is memory of device {device}; the {engine} engine takes host memory"

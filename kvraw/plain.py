@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["PLACES", "fault", "masked", "odd", "unusable"]
+__all__ = ["PLACES", "fault", "masked", "odd", "require_memory", "require_plain", "unusable"]
 
 PLACES = ("cpu", "cuda")  # torch's names of where kvraw reaches memory
 
@@ -64,6 +64,23 @@ def fault(tensor: Any) -> str:
 def masked(array: Any) -> bool:
     """Whether an array is a masked one, whose mask its memory does not hold."""
     return type(array) is not np.ndarray and isinstance(array, np.ndarray) and hasattr(array, "_mask")
+
+
+def require_plain(name: str, tensor: Any) -> None:
+    """Raise `TypeError` where the memory of a torch tensor cannot be used as it lies."""
+    why = fault(tensor)
+    if why:
+        raise TypeError(f"{name} {why}")
+
+
+def require_memory(name: str, tensor: Any) -> None:
+    """The same, cheap enough for each call."""
+    try:
+        if tensor.data_ptr() and not odd(tensor):
+            return
+    except (RuntimeError, NotImplementedError):
+        pass
+    require_plain(name, tensor)
 
 
 def unusable(name: str, tensor: Any, error: Exception | None = None) -> TypeError:

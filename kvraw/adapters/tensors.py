@@ -12,6 +12,7 @@ import numpy as np
 from kvraw.arrays import I64, U64
 from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.errors import DriverError, LayoutError, PlacementError
+from kvraw.plain import unusable
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
 from kvraw.runtime.inflight import Completion
@@ -24,6 +25,7 @@ __all__ = [
     "current_stream",
     "device_table_bits",
     "dtype_name",
+    "fills",
     "find_ranges",
     "host_spans",
     "host_values",
@@ -84,6 +86,17 @@ def row_of(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple
             raise LayoutError(f"{name} has shape {tuple(shape)}, strides {tuple(strides)}: gaps inside a row")
         row *= n
     return int(row), int(strides[0])
+
+
+@lru_cache(maxsize=1024)
+def fills(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements fill one stretch of memory without gaps, whatever the order of the axes."""
+    whole = 1
+    for step, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if step != whole:
+            return False
+        whole *= n
+    return True
 
 
 def token_stride(name: str, group: tuple[Any, ...], item: int) -> int:
@@ -251,10 +264,10 @@ def _find_slowly(addresses: U64, nbytes: int | U64) -> Ranges:
     return Ranges(seen, held, bool((devices < 0).any()), not seen.all(), tuple(set(edges)))
 
 
-def host_values(tensor: Any) -> I64:
+def host_values(tensor: Any, name: str = "indices") -> I64:
     """A tensor's int64 values on the host; waits for the current stream where they lie on a GPU."""
     if not tensor.is_cuda:
-        return index_array(tensor)
+        return index_array(tensor, name)
     count, device = int(tensor.numel()), int(tensor.get_device())
     if not count:
         return np.zeros(0, np.int64)
@@ -327,17 +340,24 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
     return table.bits
 
 
-def index_array(tensor: Any) -> I64:
+def index_array(tensor: Any, name: str = "indices") -> I64:
     """Indices on the host as they are: int64, or other integers widened."""
-    # What torch offers itself takes half as long as numpy's way to it.
-    array = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
+    try:
+        # What torch offers itself takes half as long as numpy's way to it.
+        array = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
+    except (TypeError, RuntimeError) as error:  # without memory, or of a type that numpy does not have
+        raise unusable(name, tensor, error) from None
     if array.ndim == 1 and array.dtype == np.int64 and array.flags.c_contiguous:
         return array
     if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"indices hold {array.dtype}, must hold integers")
+        raise TypeError(f"{name} holds {array.dtype}, must hold integers")
     return np.ascontiguousarray(array.ravel(), np.int64)
 
 
-def table_array(tensor: Any) -> U64:
+def table_array(tensor: Any, name: str = "table") -> U64:
     """A pointer table that lies on the host."""
-    return np.ascontiguousarray(np.asarray(tensor).ravel()).view(np.uint64)
+    try:
+        array = np.asarray(tensor)
+    except (TypeError, RuntimeError) as error:
+        raise unusable(name, tensor, error) from None
+    return np.ascontiguousarray(array.ravel()).view(np.uint64)
