@@ -18,7 +18,7 @@ TOP = 1 << (56 if platform.machine() in ("x86_64", "AMD64") else 63)
 
 def no_address(name: str, address: int, nbytes: int) -> BoundsError:
     """The error for an address that no process has."""
-    what, bits = f"{address:#x}" if address else "null", TOP.bit_length() - 1
+    what, bits = f"{address:#x}" if address else "0 (null)", TOP.bit_length() - 1
     return BoundsError(
         f"{name} is {what}, no address of {nbytes} bytes in this process: must be in [{FIRST:#x}, 2**{bits})"
     )

@@ -63,7 +63,7 @@ def _rows(name: str, tensor: Any, nbytes: int) -> tuple[int, int, int]:
         whole = int(tensor.numel()) * size
         return nbytes, whole // nbytes, whole
     step = int(strides[0]) * size
-    if step and nbytes % step == 0:  # the padding is counted
+    if step == max(strides) * size > 0 and nbytes % step == 0:  # the padding is counted
         return nbytes, reach // nbytes, reach
     row, _ = tensors.row_of(name, shape, strides)
     if row * size != nbytes or step < nbytes:
