@@ -143,33 +143,8 @@ class _Ready(NamedTuple):
     dst: _Side
 
 
-def _gap(name: str, page: int, group: tuple[Any, ...]) -> int:
-    """Bytes from page to page of `page` bytes where padding that they do not count lies between them, else 0.
-
-    Raises
-    ------
-    LayoutError
-        A tensor with gaps has other rows, or gaps inside them, or the tensors differ.
-    """
-    found = set()
-    for t in group:
-        if t.is_contiguous():
-            found.add(0)
-            continue
-        (row, stride), size = tensors.row_of(name, t.shape, t.stride()), int(t.element_size())
-        if page not in (row * size, stride * size) or stride < row:
-            raise LayoutError(
-                f"{name} has shape {tuple(t.shape)}, strides {tuple(t.stride())}: must be rows of {page} bytes, as its "
-                f"layout_dim says"
-            )
-        found.add(stride * size if row * size == page else 0)
-    if len(found) > 1:
-        raise LayoutError(f"k and v of {name} have strides of {sorted(found)} bytes (0: no gaps), must have one")
-    return found.pop()
-
-
 def _limit(layout: str, dim: int, group: tuple[Any, ...], rows: Rows, gap: int) -> int:
-    """Tokens that an end holds; `gap` is of `_gap`."""
+    """Tokens that an end holds; `gap` is of `tensors.page_gap`."""
     if layout == "lf":
         return min(int(t.numel()) * int(t.element_size()) for t in group) // rows.item
     if gap:
@@ -222,7 +197,7 @@ def _end(name: str, end: End, rows: Rows, device: int | None) -> _Side:
     outer, inner, layer, head = steps
     gap = 0
     if layout not in ("lf", "table"):
-        gap = _gap(name, outer, group)
+        gap = tensors.page_gap(name, outer, group)
         outer = gap or outer
     planes, is_table = len(seen), layout == "table"
     table_plane = planes - 1

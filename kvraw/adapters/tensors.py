@@ -32,6 +32,7 @@ __all__ = [
     "index_array",
     "look_over",
     "mapped_address",
+    "page_gap",
     "reach",
     "row_of",
     "span",
@@ -122,6 +123,31 @@ def token_stride(name: str, group: tuple[Any, ...], item: int) -> int:
         found.add(step)
     if len(found) > 1:
         raise LayoutError(f"k and v of {name} have strides of {sorted(found)} bytes, must have one")
+    return found.pop()
+
+
+def page_gap(name: str, page: int, group: tuple[Any, ...]) -> int:
+    """Bytes from page to page of `page` bytes where padding that they do not count lies between them, else 0.
+
+    Raises
+    ------
+    LayoutError
+        A tensor with gaps has other rows, or gaps inside them, or the tensors differ.
+    """
+    found = set()
+    for t in group:
+        if t.is_contiguous():
+            found.add(0)
+            continue
+        (row, stride), size = row_of(name, t.shape, t.stride()), int(t.element_size())
+        if page not in (row * size, stride * size) or stride < row:
+            raise LayoutError(
+                f"{name} has shape {tuple(t.shape)}, strides {tuple(t.stride())}: must be rows of {page} bytes, as its "
+                f"layout_dim says"
+            )
+        found.add(stride * size if row * size == page else 0)
+    if len(found) > 1:
+        raise LayoutError(f"k and v of {name} have strides of {sorted(found)} bytes (0: no gaps), must have one")
     return found.pop()
 
 

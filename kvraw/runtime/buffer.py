@@ -73,6 +73,8 @@ class HostBuffer(InUse, Uncopied):
         nbytes = integer("nbytes", nbytes)
         if nbytes <= 0:
             raise BoundsError(f"nbytes is {nbytes}, must be positive")
+        if options is not None and not isinstance(options, HostOptions):
+            raise TypeError(f"options is a {type(options).__name__}, must be a HostOptions")
         chosen = options or _DEFAULTS
         target = device_to_pin(device, pin)
         if target is not None:
@@ -114,6 +116,8 @@ class HostBuffer(InUse, Uncopied):
         BoundsError
             It is smaller than `nbytes`.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r}, must be a str")
         self = cls.__new__(cls)
         target = device_to_pin(device, pin)
         self._adopt(attach_memory(name, None if nbytes is None else integer("nbytes", nbytes)), target, _DEFAULTS)

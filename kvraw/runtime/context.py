@@ -6,6 +6,7 @@ import threading
 import weakref
 from types import TracebackType
 
+from kvraw.checks import integer
 from kvraw.errors import PlacementError
 from kvraw.runtime.driver import CudaDriver, driver, driver_here
 
@@ -48,6 +49,7 @@ def device_to_pin(device: int | None, pin: bool | None) -> int | None:
     if pin is False:
         return None
     if device is not None:
+        device = integer("device", device)
         if device < 0:
             raise PlacementError(f"device is {device}, must be >= 0")
         return device

@@ -76,6 +76,8 @@ class HostOptions:
     def __post_init__(self) -> None:
         if self.kind not in ("anonymous", "huge-2MiB", "huge-1GiB", "shared", "pinned"):
             raise ValueError(f"kind is {self.kind!r}, must be anonymous, huge-2MiB, huge-1GiB, shared or pinned")
+        if self.name is not None and not isinstance(self.name, str):
+            raise TypeError(f"name is {self.name!r}, must be a str")
         if self.name is not None and self.kind != "shared":
             raise ValueError(f"name is {self.name!r}, but kind is {self.kind!r}; only shared memory has a name")
         if self.node is not None and self.kind == "pinned":
