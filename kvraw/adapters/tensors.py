@@ -25,7 +25,6 @@ __all__ = [
     "current_stream",
     "device_table_bits",
     "dtype_name",
-    "fills",
     "find_ranges",
     "host_spans",
     "host_values",
@@ -87,17 +86,6 @@ def row_of(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple
             raise LayoutError(f"{name} has shape {tuple(shape)}, strides {tuple(strides)}: gaps inside a row")
         row *= n
     return int(row), int(strides[0])
-
-
-@lru_cache(maxsize=1024)
-def fills(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the elements fill one stretch of memory without gaps, whatever the order of the axes."""
-    whole = 1
-    for step, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
-        if step != whole:
-            return False
-        whole *= n
-    return True
 
 
 def token_stride(name: str, group: tuple[Any, ...], item: int) -> int:

@@ -59,11 +59,9 @@ def _rows(name: str, tensor: Any, nbytes: int) -> tuple[int, int, int]:
     if tensor.is_contiguous():
         return nbytes, reach // nbytes, reach
     shape, strides, size = tensor.shape, tensor.stride(), int(tensor.element_size())
-    if tensors.fills(tuple(shape), tuple(strides)):  # axes in another order: blocks are stretches of its memory
-        whole = int(tensor.numel()) * size
-        return nbytes, whole // nbytes, whole
     step = int(strides[0]) * size
-    if step == max(strides) * size > 0 and nbytes % step == 0:  # the padding is counted
+    if step == max(strides) * size > 0 and nbytes % step == 0:  # stretches of memory: padding is counted
+        reach = min(reach, int(shape[0]) * step)
         return nbytes, reach // nbytes, reach
     row, _ = tensors.row_of(name, shape, strides)
     if row * size != nbytes or step < nbytes:
