@@ -196,8 +196,8 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_
             f"must have the same number"
         )
     if (steps <= 0).any():
-        at = int(np.argmax(steps <= 0))
-        raise BoundsError(f"strides[{at}] is {steps[at]}, must be positive")
+        worst = int(np.argmax(steps <= 0))
+        raise BoundsError(f"strides[{worst}] is {steps[worst]}, must be positive")
     for step in np.unique(steps).tolist() if len(source) else ():
         group = bases[steps == step]
         room = np.empty((len(group), len(source), step), np.uint8)

@@ -78,10 +78,10 @@ def tables_of(name: str, address: int, paged: Paged, stream: int | None) -> Sequ
     entries, device, parts = len(paged.addresses), paged.device, paged.parts
     if device is None:
         require_address(name, address, 8 * entries)
-        found = [p.bases(words(address, entries)) for p in parts]
-        for bases in found:
+        tables = [p.bases(words(address, entries)) for p in parts]
+        for bases in tables:
             require_host(name, bases, 1)
-        return [Reached(b, b, False) for b in found]
+        return [Reached(b, b, False) for b in tables]
     require_index(name, IndexVector(None, address, entries, 8, ASK_DRIVER), device)
     if len(parts) > 1:
         if stream is None:
