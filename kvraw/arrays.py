@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.checks import ADDRESS_END, FIRST_ADDRESS
 from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.plain import PLACES, fault, masked, odd, unusable
 
 __all__ = [
     "ASK_DRIVER",
@@ -23,7 +23,6 @@ __all__ = [
     "host_bytes",
     "index_vector",
     "is_pointer",
-    "out_of_reach",
     "pointer_vector",
     "require_apart",
     "require_writable",
@@ -113,6 +112,8 @@ def _from_dlpack(name: str, tensor: Any) -> TensorView:
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     t = _DLTensor.from_address(get(capsule, b"dltensor"))
     shape = tuple(t.shape[k] for k in range(t.ndim))
+    if t.bits * t.lanes % 8:
+        raise TypeError(f"{name} has elements of {t.bits * t.lanes} bits, must have whole bytes")
     itemsize = t.bits * t.lanes // 8
     strides = tuple(t.strides[k] * itemsize for k in range(t.ndim)) if t.strides else _tight(shape, itemsize)
     if kind not in (_DL_CUDA, _DL_MANAGED, *_DL_HOST):
@@ -126,6 +127,19 @@ def _no_objects(name: str, dtype: np.dtype[Any]) -> int:
     if dtype.hasobject:
         raise TypeError(f"{name} holds Python objects ({dtype}), must hold plain values")
     return dtype.itemsize
+
+
+def _from_torch(name: str, tensor: Any) -> TensorView:
+    try:
+        size, kind = int(tensor.element_size()), tensor.device.type
+        strides, shape = tuple(int(s) * size for s in tensor.stride()), tuple(map(int, tensor.shape))
+        address = int(tensor.data_ptr())
+    except (RuntimeError, NotImplementedError) as error:  # sparse, nested, and others without a memory
+        raise unusable(name, tensor, error) from None
+    if kind not in PLACES or (not address and 0 not in shape) or odd(tensor):
+        raise unusable(name, tensor)
+    device = None if kind == "cpu" else ASK_DRIVER if tensor.device.index is None else int(tensor.device.index)
+    return TensorView(address, shape, strides, size, device, tensor)
 
 
 def tensor_view(tensor: Any, name: str = "tensor") -> TensorView:
@@ -142,21 +156,18 @@ def tensor_view(tensor: Any, name: str = "tensor") -> TensorView:
     Raises
     ------
     TypeError
-        It has none of them, holds Python objects, or lies on a device that is neither the host nor a CUDA device.
+        It has none of them, holds Python objects, lies on a device that is neither the host nor a CUDA device, or its
+        memory is not what its shape and type say: sparse, nested, quantized, conjugate, masked.
     """
     if isinstance(tensor, TensorView):
         return tensor
     if hasattr(tensor, "data_ptr") and hasattr(tensor, "element_size"):
-        size = int(tensor.element_size())
-        kind = tensor.device.type
-        if kind not in ("cpu", "cuda"):
-            raise TypeError(f"{name} lies on {tensor.device}, must be on the CPU or a CUDA device")
-        device = None if kind == "cpu" else ASK_DRIVER if tensor.device.index is None else int(tensor.device.index)
-        strides = tuple(int(s) * size for s in tensor.stride())
-        return TensorView(int(tensor.data_ptr()), tuple(map(int, tensor.shape)), strides, size, device, tensor)
+        return _from_torch(name, tensor)
     for protocol, where in (("__cuda_array_interface__", ASK_DRIVER), ("__array_interface__", None)):
         interface = getattr(tensor, protocol, None)
         if interface is not None:
+            if masked(tensor) or interface.get("mask") is not None:
+                raise TypeError(f"{name} is a masked array, must be a plain one")
             dtype = tensor.dtype if isinstance(tensor, np.ndarray) else np.dtype(interface["typestr"])
             shape, size = tuple(interface["shape"]), _no_objects(name, dtype)
             strides = tuple(interface.get("strides") or _tight(shape, size))
@@ -238,6 +249,39 @@ def is_pointer(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+_NO_ROWS = (str, bytes, Mapping, Set)
+
+
+def _host_array(name: str, values: Any) -> np.ndarray[Any, Any]:
+    """Values on the host as an array of whatever type; the errors on the way name the argument."""
+    if type(values) is np.ndarray:
+        return values
+    if isinstance(values, _NO_ROWS):
+        raise TypeError(f"{name} is a {type(values).__name__}, must be a sequence of integers")
+    if masked(values):
+        raise TypeError(f"{name} is a masked array, must be a plain one")
+    if hasattr(values, "data_ptr") and hasattr(values, "device"):
+        kind, why = dtype_name(values), fault(values) if hasattr(values, "layout") else ""
+        if why:
+            raise TypeError(f"{name} {why}")
+        if "int" not in kind and values.numel():
+            raise TypeError(f"{name} holds {kind}, must hold integers")
+    try:
+        return np.asarray(values)
+    except ValueError:  # rows of several lengths
+        raise BoundsError(f"{name} holds rows of different lengths, must have 1 axis") from None
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"{name} is a {type(values).__name__}, must be a sequence of integers: {error}") from None
+
+
+def _no_integers(name: str, array: np.ndarray[Any, Any], given: Any) -> TypeError:
+    if array.dtype == object and not isinstance(given, np.ndarray):
+        odd_one = next((v for v in array.flat if not is_pointer(v)), given)
+        return TypeError(f"{name} holds a {type(odd_one).__name__}, must hold integers")
+    must = "have an integer dtype" if array.dtype == object else "hold integers"
+    return TypeError(f"{name} holds {array.dtype}, must {must}")
+
+
 def pointer_vector(name: str, values: Any) -> U64:
     """Addresses or sizes as a 1-D C-contiguous uint64 vector.
 
@@ -248,7 +292,7 @@ def pointer_vector(name: str, values: Any) -> U64:
     """
     if isinstance(values, np.ndarray) and values.dtype == np.uint64 and values.ndim == 1:
         return np.ascontiguousarray(values)
-    array = np.asarray(values)
+    array = _host_array(name, values)
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.uint64)
     if array.dtype.kind == "f" and not hasattr(values, "dtype"):
@@ -260,7 +304,7 @@ def pointer_vector(name: str, values: Any) -> U64:
             if not 0 <= value < 2**64:
                 raise BoundsError(f"{name}[{at}] is {value}, must be in [0, 2**64)")
     elif array.dtype.kind not in "iu":
-        raise TypeError(f"{name} holds {array.dtype}, must hold integers")
+        raise _no_integers(name, array, values)
     elif array.dtype.kind == "i" and (array < 0).any():
         at = int(np.argmax(array.ravel() < 0))
         raise BoundsError(f"{name}[{at}] is {array.ravel()[at]}, must be in [0, 2**64)")
@@ -316,7 +360,7 @@ def index_vector(name: str, values: Any) -> IndexVector:
     if isinstance(values, np.ndarray) or not (
         hasattr(values, "__cuda_array_interface__") or getattr(getattr(values, "device", None), "type", "cpu") != "cpu"
     ):
-        array = np.asarray(values)
+        array = _host_array(name, values)
         if array.size == 0 and array.ndim == 1:
             return IndexVector(np.zeros(0, np.int64), 0, 0)
         if array.dtype == object and all(map(is_pointer, array.flat)):
@@ -324,14 +368,14 @@ def index_vector(name: str, values: Any) -> IndexVector:
                 if not -(2**63) <= value < 2**63:
                     raise BoundsError(f"{name}[{at}] is {value}, must be in [-2**63, 2**63)")
         if array.dtype.kind not in "iu":
-            raise TypeError(f"{name} holds {array.dtype}, must hold integers")
+            raise _no_integers(name, array, values)
         if array.ndim != 1:
             raise BoundsError(f"{name} has {array.ndim} axes, must have 1")
         if array.dtype == np.uint64 and array.max() > np.uint64(2**63 - 1):
             raise BoundsError(f"{name} holds {array.max()}, must be below 2**63")
         return IndexVector(np.ascontiguousarray(array, np.int64), 0, len(array))
-    view = tensor_view(values)
-    dtype = str(getattr(values, "dtype", "")).removeprefix("torch.")
+    view = tensor_view(values, name)
+    dtype = dtype_name(values) or np.dtype(values.__cuda_array_interface__["typestr"]).name
     if dtype not in ("int64", "int32"):
         raise TypeError(f"{name} holds {dtype} on a device, must hold int64 or int32")
     if len(view.shape) != 1 or not view.contiguous:
@@ -339,11 +383,3 @@ def index_vector(name: str, values: Any) -> IndexVector:
             f"{name} has shape {view.shape}, strides {view.strides} bytes on a device: must be 1-D and dense"
         )
     return IndexVector(None, view.address, view.shape[0], view.itemsize, view.device, values)
-
-
-def out_of_reach(name: str, address: int, nbytes: int, size: str = "its size") -> BoundsError:
-    """The error for a range that no process has: what touches it ends the process."""
-    what = "is null" if not address else f"is {address:#x}"
-    if nbytes >= ADDRESS_END:
-        return BoundsError(f"{size} is {nbytes}, must be below 2**63")
-    return BoundsError(f"{name} {what}; with {size} of {nbytes} bytes it must lie in [{FIRST_ADDRESS}, 2**63)")

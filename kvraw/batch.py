@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.arrays import U64, out_of_reach, pointer_vector
+from kvraw.addresses import FIRST, TOP, no_address
+from kvraw.arrays import U64, pointer_vector
 from kvraw.cache import require_host
-from kvraw.checks import ADDRESS_END, FIRST_ADDRESS
 from kvraw.engines import copy_engine, cpu
 from kvraw.engines.aside import in_order
 from kvraw.engines.device_state import device_state
@@ -116,7 +116,9 @@ def memcpy_batch(
 def _require_addresses(name: str, addresses: U64, sizes: U64, kept: npt.NDArray[np.bool_]) -> None:
     """Raise `BoundsError` where an entry that copies something reaches what no process has."""
     ends = addresses + sizes
-    bad = kept & ((addresses < FIRST_ADDRESS) | (sizes >= ADDRESS_END) | (ends > ADDRESS_END) | (ends < addresses))
+    bad = kept & ((addresses < FIRST) | (sizes >= TOP) | (ends > TOP) | (ends < addresses))
     if bad.any():
         at = int(bad.argmax())
-        raise out_of_reach(f"{name}[{at}]", int(addresses[at]), int(sizes[at]), f"sizes[{at}]")
+        if sizes[at] >= TOP:
+            raise BoundsError(f"sizes[{at}] is {sizes[at]}, must be below {TOP:#x}")
+        raise no_address(f"{name}[{at}]", int(addresses[at]), int(sizes[at]))

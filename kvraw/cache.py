@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.arrays import ASK_DRIVER, U64, TensorView, out_of_reach, pointer_vector, tensor_view
-from kvraw.checks import ADDRESS_END, FIRST_ADDRESS, Uncopied, integer
+from kvraw.addresses import in_reach, no_address
+from kvraw.arrays import ASK_DRIVER, U64, TensorView, pointer_vector, tensor_view
+from kvraw.checks import Uncopied, integer
 from kvraw.discovery import discover
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import Format
@@ -212,12 +213,14 @@ def _require_distinct(name: str, layout: CacheLayout, addresses: Sequence[int]) 
             )
 
 
-def require_host(name: str, addresses: Any, nbytes: int) -> None:
-    """Raise `BoundsError` where no process has such a range, `PlacementError` where a device holds its beginning."""
-    last = ADDRESS_END - nbytes
-    for at, address in enumerate(map(int, addresses)):
-        if not FIRST_ADDRESS <= address <= last:
-            raise out_of_reach(f"{name}[{at}]", address, nbytes)
+def require_host(name: str, addresses: Any, nbytes: int, first: int = 0) -> None:
+    """Raise `BoundsError` where no process has such a range, `PlacementError` where a device holds its beginning.
+
+    `first` is the number of the first of them.
+    """
+    for at, address in enumerate(map(int, addresses), first):
+        if not in_reach(address, nbytes):
+            raise no_address(f"{name}[{at}]", address, nbytes)
         device = held_by(address)
         if device is not None:
             raise PlacementError(

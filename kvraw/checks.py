@@ -8,10 +8,7 @@ from typing import NoReturn, SupportsIndex, cast
 
 import numpy as np
 
-__all__ = ["ADDRESS_END", "FIRST_ADDRESS", "Uncopied", "integer"]
-
-FIRST_ADDRESS = 4096  # no process has the first page mapped
-ADDRESS_END = 1 << 63  # nor what is behind this, which is the kernel's on every machine
+__all__ = ["Uncopied", "integer"]
 
 
 class Uncopied:

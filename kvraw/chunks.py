@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+from kvraw.addresses import in_reach, no_address
 from kvraw.arrays import ASK_DRIVER, U64, is_pointer, require_writable, tensor_view
 from kvraw.cache import require_host
-from kvraw.checks import ADDRESS_END, FIRST_ADDRESS
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
 from kvraw.runtime.memory import locate_all
 from kvraw.runtime.pool import ChunkKind, HostChunk, HostPool
@@ -22,12 +23,25 @@ _UINT64 = np.dtype(np.uint64)
 _kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
 
+# What an object has that is one chunk or a table, not a row of chunks: its values are no addresses.
+_ONE = ("data_ptr", "__array_interface__", "__cuda_array_interface__", "__dlpack__")
+_NO_ROWS = (str, bytes, bytearray, memoryview, array, Mapping, Set)
+
+
 def _no_row(chunks: object) -> TypeError:
-    return TypeError(f"chunks is a {type(chunks).__name__}, must be a sequence of chunks")
+    return TypeError(f"chunks is a {type(chunks).__name__}, must be a sequence of chunks, such as [chunk]")
+
+
+def _require_row(chunks: object) -> None:
+    """Raise `TypeError` where one array stands for a row of chunks."""
+    if isinstance(chunks, _NO_ROWS) or any(hasattr(chunks, name) for name in _ONE):
+        raise _no_row(chunks)
 
 
 def chunk_bytes(chunks: Sequence[Any]) -> int | None:
     """Bytes of the first of some chunks: 0 where there is none, None where it is a plain address."""
+    if type(chunks) is not list:
+        _require_row(chunks)
     try:
         if not len(chunks):
             return 0
@@ -76,6 +90,8 @@ class ChunkRow:
     def __init__(self, chunks: Sequence[Any], nbytes: int, written: bool) -> None:
         self.nbytes, self.bits = nbytes, -1
         self.edges: list[int] = []
+        if type(chunks) is not list:
+            _require_row(chunks)
         try:
             self.owners: list[Any] = list(chunks)
         except TypeError:
@@ -122,10 +138,8 @@ class ChunkRow:
 
     def _take(self, at: int, chunk: Any, written: bool) -> tuple[int, int, int | None]:
         if is_pointer(chunk):
-            if not FIRST_ADDRESS <= chunk <= ADDRESS_END - self.nbytes:
-                raise BoundsError(
-                    f"chunks[{at}] is {chunk}, must be an address in [{FIRST_ADDRESS}, 2**63) with {self.nbytes} bytes"
-                )
+            if not in_reach(chunk, self.nbytes):
+                raise no_address(f"chunks[{at}]", int(chunk), self.nbytes)
             return int(chunk), self.nbytes, ASK_DRIVER
         view = tensor_view(chunk, f"chunks[{at}]")
         if written and view.readonly:
@@ -152,7 +166,7 @@ class ChunkRow:
         """Raise `PlacementError` where a chunk is device memory."""
         for at, device in self._foreign:
             if device == ASK_DRIVER:
-                require_host(f"chunks[{at}] =", [int(self.addresses[at])], self.nbytes)
+                require_host("chunks", [int(self.addresses[at])], self.nbytes, at)
             elif device is not None:
                 raise PlacementError(
                     f"chunks[{at}] is memory of device {device}; the {engine} engine takes host memory"

@@ -14,16 +14,19 @@ import numpy as np
 
 from kvraw.adapters import tensors
 from kvraw.adapters.sglang_batch import enqueue
+from kvraw.addresses import require_addresses
 from kvraw.arrays import I64, U64
 from kvraw.batch import memcpy_batch
 from kvraw.engines import copy_engine
 from kvraw.engines.copy_engine import Descriptors
 from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.plain import require_plain
 from kvraw.runtime.context import DeviceScope
 
 __all__ = ["bounded", "copy_pages", "copy_tokens", "device_of", "first_of_pages", "page_indices"]
 
 NAMES = ("src_indices", "dst_indices")
+_LAYERS = ("src_layers", "dst_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def page_indices(src_indices: Any, dst_indices: Any, page_size: int) -> tuple[I6
     for which, t in (("Source", src_indices), ("Destination", dst_indices)):
         if tensors.dtype_name(t) != "int64":
             raise RuntimeError(f"{which} indices must be of type long")
-    return tensors.host_values(src_indices), tensors.host_values(dst_indices)
+    return tensors.host_values(src_indices, "src_indices"), tensors.host_values(dst_indices, "dst_indices")
 
 
 class _Group(NamedTuple):
@@ -141,6 +144,9 @@ def _group(src: list[int], dst: list[int], row: int, steps: tuple[int, int], pag
 def _ready(groups: list[_Group], most: tuple[int, int], *tensor_groups: Sequence[Any]) -> _Ready:
     device = device_of(*tensor_groups)
     if device is None:
+        for g in groups:  # ranges that indices reach end where memory does
+            for name, bases in (("src", g.src), ("dst", g.dst)):
+                require_addresses(name, bases.ravel(), 1)
         return _Ready(groups, most, None, [])
     with DeviceScope(device):
         on_host = tensors.host_spans(t for group in tensor_groups for t in group)
@@ -153,7 +159,19 @@ _by_identity: dict[tuple[object, ...], tuple[list[object], _Ready, object]] = {}
 _fields = attrgetter("shape", "dtype")
 
 
-def _known(kind: tuple[object, ...], src: Sequence[Any], dst: Sequence[Any], make: Callable[[], _Ready]) -> _Ready:
+def _require_plain(names: tuple[str, str], *groups: Sequence[Any]) -> None:
+    for name, group in zip(names, groups, strict=True):
+        for k, t in enumerate(group):
+            require_plain(f"{name}[{k}]", t)
+
+
+def _known(
+    kind: tuple[object, ...],
+    names: tuple[str, str],
+    src: Sequence[Any],
+    dst: Sequence[Any],
+    make: Callable[[], _Ready],
+) -> _Ready:
     """What is known of these tensors, by their fields; the lists of all layers, which live long, by identity."""
     many = len(src) + len(dst) > _FEW
     if many:
@@ -161,12 +179,17 @@ def _known(kind: tuple[object, ...], src: Sequence[Any], dst: Sequence[Any], mak
         entry = _by_identity.get(who)
         if entry is not None and entry[0] == _places(src, dst):
             return entry[1]
-    key = (
-        kind,
-        *[tuple([(t.data_ptr(), t.get_device(), t.stride(), *_fields(t)) for t in group]) for group in (src, dst)],
-    )
+    try:
+        key = (
+            kind,
+            *[tuple([(t.data_ptr(), t.get_device(), t.stride(), *_fields(t)) for t in group]) for group in (src, dst)],
+        )
+    except (RuntimeError, NotImplementedError):  # one without memory
+        _require_plain(names, src, dst)
+        raise
     ready = _by_value.get(key)
     if ready is None:
+        _require_plain(names, src, dst)
         if len(_by_value) >= _MOST:
             _by_value.clear()
         ready = _by_value[key] = make()
@@ -251,7 +274,7 @@ def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) 
     """Copy rows along the first axis, of each pair of tensors; rows that follow each other go in one piece."""
     if not len(index[0]) or not src:
         return
-    ready = _known(("tokens",), src, dst, lambda: _token_groups(src, dst))
+    ready = _known(("tokens",), _LAYERS, src, dst, lambda: _token_groups(src, dst))
     for name, values, most in zip(NAMES, index, ready.most, strict=True):  # all is checked before anything moves
         bounded(name, values, most)
     singles = Descriptors(index[1].view(np.uint64), index[0].view(np.uint64), np.ones(len(index[0]), np.uint64))
@@ -353,6 +376,7 @@ def copy_pages(
     names, index_names = (("dst_ptrs", "src_ptrs"), NAMES[::-1]) if to_pages else (("src_ptrs", "dst_ptrs"), NAMES)
     ready = _known(
         (first_layer, page_size, to_pages),
+        names,
         paged,
         layered,
         lambda: _page_groups(paged, layered, names, first_layer, page_size, to_pages),

@@ -13,6 +13,7 @@ from kvraw.arrays import U64, IndexVector
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.operands import DeviceTable, Operands
 from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.plain import fault, require_plain, unusable
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope
@@ -80,12 +81,15 @@ def default_quota(given: int | None) -> int:
 _Fields = tuple[int, int, Any, int, object]
 
 
-def _see(group: tuple[Any, ...]) -> tuple[_Fields, ...]:
+def _see(name: str, group: tuple[Any, ...]) -> tuple[_Fields, ...]:
     """What of tensors decides how they are used, as a part of the key of ready copies.
 
     Address, values, dtype, device, and True where it has no gaps, else how its values lie.
     """
-    return tuple([(t.data_ptr(), t.numel(), t.dtype, t.get_device(), t.is_contiguous() or _gaps(t)) for t in group])
+    try:
+        return tuple([(t.data_ptr(), t.numel(), t.dtype, t.get_device(), t.is_contiguous() or _gaps(t)) for t in group])
+    except (RuntimeError, NotImplementedError) as error:  # one without memory
+        raise unusable(name, next((t for t in group if fault(t)), group[0]), error) from None
 
 
 def _gaps(tensor: Any) -> tuple[object, ...]:
@@ -139,10 +143,12 @@ class _Ready(NamedTuple):
     dst: _Side
 
 
-def _limit(layout: str, dim: int, group: tuple[Any, ...], rows: Rows) -> int:
-    """Tokens that an end holds."""
+def _limit(layout: str, dim: int, group: tuple[Any, ...], rows: Rows, gap: int) -> int:
+    """Tokens that an end holds; `gap` is of `tensors.page_gap`."""
     if layout == "lf":
         return min(int(t.numel()) * int(t.element_size()) for t in group) // rows.item
+    if gap:
+        return min(int(t.shape[0]) for t in group) * rows.page
     return min(tensors.reach(t) for t in group) // (dim * rows.page) * rows.page
 
 
@@ -178,6 +184,8 @@ def _check_tables(name: str, seen: tuple[_Seen, ...], rows: Rows, device: int | 
 
 def _end(name: str, end: End, rows: Rows, device: int | None) -> _Side:
     layout, dim, group = end
+    for t in group:
+        require_plain(name, t)
     _check_rows(name, layout, dim, rows)
     if layout == "lf" and not dim:
         dim = tensors.token_stride(name, group, rows.item)
@@ -187,6 +195,10 @@ def _end(name: str, end: End, rows: Rows, device: int | None) -> _Side:
             raise PlacementError(f"a {name} tensor lies on device {t.get_device()}, the indices on device {device}")
     steps = _STRIDES["lf" if layout == "table" else layout](rows.item, dim, rows.page, rows.heads)
     outer, inner, layer, head = steps
+    gap = 0
+    if layout not in ("lf", "table"):
+        gap = tensors.page_gap(name, outer, group)
+        outer = gap or outer
     planes, is_table = len(seen), layout == "table"
     table_plane = planes - 1
     if is_table:
@@ -201,7 +213,7 @@ def _end(name: str, end: End, rows: Rows, device: int | None) -> _Side:
         head=head,
         table_layer=int(is_table),
         table_plane=table_plane,
-        limit=NO_LIMIT if is_table else _limit(layout, dim, group, rows),
+        limit=NO_LIMIT if is_table else _limit(layout, dim, group, rows, gap),
         entries=rows.layers * planes if is_table else planes,
     )
     if is_table:
@@ -311,13 +323,13 @@ def transfer(
         )
     device = src_indices.get_device() if on_gpu else None
     if device is None:
-        key = (src[0], src[1], _see(src[2]), dst[0], dst[1], _see(dst[2]), numbers, quota, warps, None)
+        key = (src[0], src[1], _see("src", src[2]), dst[0], dst[1], _see("dst", dst[2]), numbers, quota, warps, None)
         ready = _known.get(key) or _learn(key, src, dst, numbers, quota, warps, None)
         if count and layers:
             bases = [
                 r.bases if len(r.bases) else _host_tables(e[2], layers) for e, r in ((src, ready.src), (dst, ready.dst))
             ]
-            index = tensors.index_array(src_indices), tensors.index_array(dst_indices)
+            index = tensors.index_array(src_indices, "src_indices"), tensors.index_array(dst_indices, "dst_indices")
             ready.copy(bases[0], bases[1], count, src_index=index[0], dst_index=index[1])
         return
     if dst_indices.get_device() != device:
@@ -343,7 +355,7 @@ def launch(
 
     `captured` says that a capture is in progress there.
     """
-    key = (src[0], src[1], _see(src[2]), dst[0], dst[1], _see(dst[2]), numbers, quota, warps, device)
+    key = (src[0], src[1], _see("src", src[2]), dst[0], dst[1], _see("dst", dst[2]), numbers, quota, warps, device)
     stream, layers = tensors.current_stream(device), numbers[1]
     with DeviceScope(device):
         ready = _known.get(key) or _learn(key, src, dst, numbers, quota, warps, device)

@@ -15,6 +15,7 @@ from kvraw.arrays import I64, index_vector
 from kvraw.batch import memcpy_batch
 from kvraw.engines.copy_engine import Descriptors
 from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.plain import require_memory
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
 
@@ -154,6 +155,8 @@ def transfer_embedding_ranges_direct(
     src: Any, dst: Any, src_starts: Sequence[int], dst_starts: Sequence[int], lengths: Sequence[int]
 ) -> None:
     """Ranges of rows of one tensor to ranges of another, by the copy engine."""
+    for name, t in (("src", src), ("dst", dst)):
+        require_memory(name, t)
     if not src.is_contiguous() or not dst.is_contiguous():
         raise LayoutError("src and dst must lie without gaps")
     rows = [int(np.prod(t.shape[1:], dtype=np.int64)) * int(t.element_size()) for t in (src, dst)]
@@ -185,13 +188,16 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_
     """Move rows inside each of many host buffers; places may overlap: all are read before any is written."""
     if tensors.dtype_name(data_ptrs) not in ("uint64", "int64"):
         raise TypeError(f"data_ptrs holds {tensors.dtype_name(data_ptrs)}, must hold uint64")
-    bases, steps = tensors.table_array(data_ptrs), tensors.index_array(strides)
-    source, target = tensors.index_array(src_loc), tensors.index_array(tgt_loc)
+    bases, steps = tensors.table_array(data_ptrs, "data_ptrs"), tensors.index_array(strides, "strides")
+    source, target = tensors.index_array(src_loc, "src_loc"), tensors.index_array(tgt_loc, "tgt_loc")
     if len(bases) != len(steps) or len(source) != len(target):
         raise BoundsError(
             f"{len(bases)} data_ptrs and {len(steps)} strides, {len(source)} src_loc and {len(target)} tgt_loc: "
             f"must have the same number"
         )
+    if (steps <= 0).any():
+        worst = int(np.argmax(steps <= 0))
+        raise BoundsError(f"strides[{worst}] is {steps[worst]}, must be positive")
     for step in np.unique(steps).tolist() if len(source) else ():
         group = bases[steps == step]
         room = np.empty((len(group), len(source), step), np.uint8)
@@ -199,8 +205,9 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_
         rows = Side(outer=step, table_layer=1, entries=len(group))
         counts = {"layers": len(group), "planes": 1, "tokens": 1, "heads": 1, "run": int(step)}
         names = ("src_loc", "tgt_loc")
-        read = PreparedCopy(CopyPlan(rows, shelf, **counts), device=None, index_names=names)
-        write = PreparedCopy(CopyPlan(shelf, rows, **counts), device=None, index_names=names)
+        ends = ("data_ptrs", "room"), ("room", "data_ptrs")
+        read = PreparedCopy(CopyPlan(rows, shelf, **counts), device=None, names=ends[0], index_names=names)
+        write = PreparedCopy(CopyPlan(shelf, rows, **counts), device=None, names=ends[1], index_names=names)
         at = [int(room.ctypes.data)]
         read(group, at, len(source), src_index=source)
         write(at, group, len(source), dst_index=target)

@@ -18,6 +18,7 @@ from kvraw.arrays import U64
 from kvraw.engines import copy_engine
 from kvraw.engines.copy_engine import Descriptors
 from kvraw.errors import LayoutError, PlacementError
+from kvraw.plain import require_memory
 
 __all__ = [
     "can_use_hicache_jit_kernel",
@@ -84,6 +85,7 @@ def transfer_hicache_all_layer_mla_staged_lf_pf(
 def _tokens(name: str, group: tuple[Any, ...], token: int) -> int:
     """Tokens that each of these holds."""
     for t in group:
+        require_memory(name, t)
         if not t.is_contiguous() or t.numel() * t.element_size() != t.shape[0] * token:
             raise LayoutError(
                 f"{name} has shape {tuple(t.shape)}, strides {tuple(t.stride())}; must be tokens of {token} bytes, "
@@ -119,7 +121,7 @@ def _staged(
     if not count or not layers:
         return
     held, room = _tokens("dst", dst, token), _tokens("staging", staging, token) // page_size * page_size
-    pages, _ = first_of_pages("dst_indices", tensors.index_array(dst_indices), page_size, aligned=True)
+    pages, _ = first_of_pages("dst_indices", tensors.index_array(dst_indices, "dst_indices"), page_size, aligned=True)
     bounded("dst_indices", pages, held - page_size + 1, page_size)
     blocks, source = quota or default_quota(quota), ("table", 0, src)
     if not src_indices.is_cuda:

@@ -11,7 +11,7 @@ from importlib.util import module_from_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["stand_in"]
+__all__ = ["amend", "stand_in"]
 
 _log = logging.getLogger("kvraw")
 
@@ -19,17 +19,27 @@ Names = Callable[[], dict[str, Any]]
 _NONE = object()
 
 
-def stand_in(package: str, modules: tuple[str, ...], names: Names) -> None:
+def stand_in(package: str, modules: tuple[str, ...], names: Names, *, there: tuple[str, ...] = ()) -> None:
     """Serve `modules` of a package with these names in the place of its own; the others stay as they are there.
+
+    Those of `there` are served only where the package has them, or makes them; the rest in any case.
 
     Nothing is imported for it. A module that is there already is replaced where imports look for it; who has taken
     names or functions from it keeps them, but for the package itself. Idempotent.
     """
-    finder = _Finder(package, tuple(f"{package}.{name}" for name in modules), names)
+    finder = _Finder(package, tuple(f"{package}.{name}" for name in modules), names, there)
     if not any(isinstance(f, _Finder) and f.modules == finder.modules for f in sys.meta_path):
         sys.meta_path.insert(0, finder)
     if package in sys.modules:
         finder.replace(sys.modules[package])
+
+
+def amend(module: str, change: Callable[[ModuleType], None]) -> None:
+    """Change a module whenever it is loaded, and now where it is already. Nothing is imported for it. Idempotent."""
+    if not any(isinstance(f, _Amender) and f.module == module for f in sys.meta_path):
+        sys.meta_path.insert(0, _Amender(module, change))
+    if module in sys.modules:
+        change(sys.modules[module])
 
 
 class _StandIn(ModuleType):
@@ -46,21 +56,8 @@ class _StandIn(ModuleType):
         return sorted({*vars(self), *(dir(self._theirs) if self._theirs is not None else ())} - {"_theirs"})
 
 
-class _Finder(MetaPathFinder):
-    """Finds a package, to look after it once it is loaded, and the modules of it that are stood in for."""
-
-    def __init__(self, package: str, modules: tuple[str, ...], names: Names) -> None:
-        self.modules, self._package, self._names = modules, package, names
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname == self._package:
-            spec = self._find_theirs(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _PackageLoader(spec.loader, self)
-            return spec
-        return self._spec(fullname, self._find_theirs(fullname, path, target)) if fullname in self.modules else None
+class _Behind(MetaPathFinder):
+    """Finds what would be found without it."""
 
     def _find_theirs(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
         for finder in sys.meta_path:
@@ -70,6 +67,50 @@ class _Finder(MetaPathFinder):
                 return spec
         return None
 
+    def _look_after(self, spec: ModuleSpec | None) -> ModuleSpec | None:
+        if spec is not None and spec.loader is not None:
+            spec.loader = _PackageLoader(spec.loader, self.replace)
+        return spec
+
+    def replace(self, module: ModuleType) -> None:
+        """What is done once the module is loaded."""
+        raise NotImplementedError
+
+
+class _Amender(_Behind):
+    """Finds a module, to change it once it is loaded."""
+
+    def __init__(self, module: str, change: Callable[[ModuleType], None]) -> None:
+        self.module, self._change = module, change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return self._look_after(self._find_theirs(fullname, path, target)) if fullname == self.module else None
+
+    def replace(self, module: ModuleType) -> None:
+        self._change(module)
+
+
+class _Finder(_Behind):
+    """Finds a package, to look after it once it is loaded, and the modules of it that are stood in for."""
+
+    def __init__(self, package: str, modules: tuple[str, ...], names: Names, there: tuple[str, ...]) -> None:
+        self.modules, self._package, self._names = modules, package, names
+        self._there = tuple(f"{package}.{name}" for name in there)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == self._package:
+            return self._look_after(self._find_theirs(fullname, path, target))
+        if fullname not in self.modules:
+            return None
+        theirs = self._find_theirs(fullname, path, target)
+        if theirs is None and fullname in self._there and fullname not in sys.modules:
+            return None
+        return self._spec(fullname, theirs)
+
     def _spec(self, name: str, theirs: Any) -> ModuleSpec:
         return ModuleSpec(name, _Loader(self._names, theirs), origin=getattr(theirs, "origin", None))
 
@@ -78,8 +119,10 @@ class _Finder(MetaPathFinder):
         for name in self.modules:
             attribute = name.rpartition(".")[2]
             theirs = sys.modules.get(name, vars(package).get(attribute))
-            if theirs is None and self._find_theirs(name, getattr(package, "__path__", None), None) is not None:
-                continue  # it is loaded when it is asked for
+            if theirs is None and (
+                name in self._there or self._find_theirs(name, getattr(package, "__path__", None), None) is not None
+            ):
+                continue  # it is loaded when it is asked for, or not there
             if not isinstance(theirs, _StandIn):
                 loader = _Loader(self._names, theirs)
                 module = module_from_spec(ModuleSpec(name, loader))
@@ -93,8 +136,8 @@ class _Finder(MetaPathFinder):
 class _PackageLoader(Loader):
     """Loads a package as its own loader does, which is put back for whoever asks for it later."""
 
-    def __init__(self, loader: Loader, finder: _Finder) -> None:
-        self._loader, self._finder = loader, finder
+    def __init__(self, loader: Loader, replace: Callable[[ModuleType], None]) -> None:
+        self._loader, self._replace = loader, replace
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -107,7 +150,7 @@ class _PackageLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._finder.replace(module)
+        self._replace(module)
 
 
 class _Loader(Loader):

@@ -12,6 +12,7 @@ import numpy as np
 from kvraw.arrays import I64, U64
 from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.errors import DriverError, LayoutError, PlacementError
+from kvraw.plain import unusable
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
 from kvraw.runtime.inflight import Completion
@@ -30,6 +31,7 @@ __all__ = [
     "index_array",
     "look_over",
     "mapped_address",
+    "page_gap",
     "reach",
     "row_of",
     "span",
@@ -109,6 +111,31 @@ def token_stride(name: str, group: tuple[Any, ...], item: int) -> int:
         found.add(step)
     if len(found) > 1:
         raise LayoutError(f"k and v of {name} have strides of {sorted(found)} bytes, must have one")
+    return found.pop()
+
+
+def page_gap(name: str, page: int, group: tuple[Any, ...]) -> int:
+    """Bytes from page to page of `page` bytes where padding that they do not count lies between them, else 0.
+
+    Raises
+    ------
+    LayoutError
+        A tensor with gaps has other rows, or gaps inside them, or the tensors differ.
+    """
+    found = set()
+    for t in group:
+        if t.is_contiguous():
+            found.add(0)
+            continue
+        (row, stride), size = row_of(name, t.shape, t.stride()), int(t.element_size())
+        if page not in (row * size, stride * size) or stride < row:
+            raise LayoutError(
+                f"{name} has shape {tuple(t.shape)}, strides {tuple(t.stride())}: must be rows of {page} bytes, as its "
+                f"layout_dim says"
+            )
+        found.add(stride * size if row * size == page else 0)
+    if len(found) > 1:
+        raise LayoutError(f"k and v of {name} have strides of {sorted(found)} bytes (0: no gaps), must have one")
     return found.pop()
 
 
@@ -259,10 +286,10 @@ def _find_slowly(addresses: U64, nbytes: int | U64) -> Ranges:
     return Ranges(seen, held, bool((devices < 0).any()), not seen.all(), tuple(set(edges)), over)
 
 
-def host_values(tensor: Any) -> I64:
+def host_values(tensor: Any, name: str = "indices") -> I64:
     """A tensor's int64 values on the host; waits for the current stream where they lie on a GPU."""
     if not tensor.is_cuda:
-        return index_array(tensor)
+        return index_array(tensor, name)
     count, device = int(tensor.numel()), int(tensor.get_device())
     if not count:
         return np.zeros(0, np.int64)
@@ -335,17 +362,24 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
     return table.bits
 
 
-def index_array(tensor: Any) -> I64:
+def index_array(tensor: Any, name: str = "indices") -> I64:
     """Indices on the host as they are: int64, or other integers widened."""
-    # What torch offers itself takes half as long as numpy's way to it.
-    array = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
+    try:
+        # What torch offers itself takes half as long as numpy's way to it.
+        array = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
+    except (TypeError, RuntimeError) as error:  # without memory, or of a type that numpy does not have
+        raise unusable(name, tensor, error) from None
     if array.ndim == 1 and array.dtype == np.int64 and array.flags.c_contiguous:
         return array
     if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"indices hold {array.dtype}, must hold integers")
+        raise TypeError(f"{name} holds {array.dtype}, must hold integers")
     return np.ascontiguousarray(array.ravel(), np.int64)
 
 
-def table_array(tensor: Any) -> U64:
+def table_array(tensor: Any, name: str = "table") -> U64:
     """A pointer table that lies on the host."""
-    return np.ascontiguousarray(np.asarray(tensor).ravel()).view(np.uint64)
+    try:
+        array = np.asarray(tensor)
+    except (TypeError, RuntimeError) as error:
+        raise unusable(name, tensor, error) from None
+    return np.ascontiguousarray(array.ravel()).view(np.uint64)

@@ -15,13 +15,16 @@ from kvraw.adapters import tensors
 from kvraw.adapters.found import raise_found
 from kvraw.adapters.sglang_batch import enqueue
 from kvraw.adapters.sglang_direct import device_of
+from kvraw.addresses import require_addresses
 from kvraw.arrays import U64, IndexVector
 from kvraw.batch import memcpy_batch
+from kvraw.checks import integer
 from kvraw.engines import copy_engine
 from kvraw.engines.copy_engine import Descriptors, holder
 from kvraw.engines.device_state import device_state
 from kvraw.engines.operands import Operands
 from kvraw.errors import BoundsError, DriverError, LayoutError, PlacementError
+from kvraw.plain import require_memory, unusable
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
@@ -35,8 +38,10 @@ _FEW = 4  # sizes that are worth a plan each
 
 
 @lru_cache(maxsize=256)
-def _blocks(nbytes: int, limits: tuple[int, int], device: int | None, engine: str) -> PreparedCopy:
-    src, dst = (Side(outer=nbytes, limit=limit) for limit in limits)
+def _blocks(
+    nbytes: int, steps: tuple[int, int], limits: tuple[int, int], device: int | None, engine: str
+) -> PreparedCopy:
+    src, dst = (Side(outer=step, limit=limit) for step, limit in zip(steps, limits, strict=True))
     plan = CopyPlan(src, dst, layers=1, planes=1, tokens=1, heads=1, run=nbytes)
     return PreparedCopy(plan, device=device, engine=engine, index_names=_NAMES)
 
@@ -48,13 +53,34 @@ def _pieces(nbytes: int, device: int) -> PreparedCopy:
     return PreparedCopy(plan, device=device, names=("src_ptrs", "dst_ptrs"))
 
 
+def _rows(name: str, tensor: Any, nbytes: int) -> tuple[int, int, int]:
+    """Bytes from block to block of `nbytes`, the blocks that a tensor holds, and the bytes that they lie in."""
+    reach = tensors.reach(tensor)
+    if tensor.is_contiguous():
+        return nbytes, reach // nbytes, reach
+    shape, strides, size = tensor.shape, tensor.stride(), int(tensor.element_size())
+    step = int(strides[0]) * size
+    if step == max(strides) * size > 0 and nbytes % step == 0:  # stretches of memory: padding is counted
+        reach = min(reach, int(shape[0]) * step)
+        return nbytes, reach // nbytes, reach
+    row, _ = tensors.row_of(name, shape, strides)
+    if row * size != nbytes or step < nbytes:
+        raise LayoutError(
+            f"{name} has shape {tuple(shape)}, strides {tuple(strides)}: block_size_in_bytes is {nbytes}, must be the "
+            f"{row * size} bytes of a row, or the {step} from row to row"
+        )
+    blocks = int(shape[0])
+    return step, blocks, (blocks - 1) * step + nbytes
+
+
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any) -> None:
     """Copy blocks of `block_size_in_bytes`: block ``block_mapping[i, 0]`` of `src` to ``block_mapping[i, 1]`` of `dst`.
 
     Parameters
     ----------
     src, dst : tensor
-        Without gaps, on one GPU or the host.
+        On one GPU or the host. Where rows of `block_size_in_bytes` lie apart, their stride is kept to; where the size
+        counts the padding as well, it is copied with them.
     block_mapping : tensor
         [n, 2] of int64, on the host.
 
@@ -62,20 +88,33 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
     ------
     BoundsError
         A block lies outside its tensor; nothing is moved.
+    LayoutError
+        A tensor with gaps has rows of another size.
     """
+    if not hasattr(block_mapping, "is_cuda"):
+        raise TypeError(f"block_mapping is a {type(block_mapping).__name__}, must be a tensor")
     if block_mapping.is_cuda:
         raise RuntimeError("block_mapping must be on CPU")
+    block_size_in_bytes = integer("block_size_in_bytes", block_size_in_bytes)
     if block_size_in_bytes <= 0 or len(block_mapping.shape) != 2 or block_mapping.shape[1] != 2:
         raise LayoutError(
             f"block_size_in_bytes is {block_size_in_bytes}, block_mapping has shape {tuple(block_mapping.shape)}: "
             f"must be positive, and [n, 2]"
         )
-    mapping = np.asarray(block_mapping)
+    try:
+        mapping = np.asarray(block_mapping)
+    except (TypeError, RuntimeError) as error:
+        raise unusable("block_mapping", block_mapping, error) from None
     if mapping.size and mapping.dtype.kind not in "iu":
         raise TypeError(f"block_mapping holds {mapping.dtype}, must hold integers")
     mapping = mapping.astype(np.int64, copy=False)
-    device, spans = device_of((src, dst)), (tensors.reach(src), tensors.reach(dst))
-    limits = spans[0] // block_size_in_bytes, spans[1] // block_size_in_bytes
+    for name, t in (("src", src), ("dst", dst)):
+        require_memory(name, t)
+    device, ends = (
+        device_of((src, dst)),
+        (_rows("src", src, block_size_in_bytes), _rows("dst", dst, block_size_in_bytes)),
+    )
+    steps, limits, spans = (ends[0][0], ends[1][0]), (ends[0][1], ends[1][1]), (ends[0][2], ends[1][2])
     bases: list[Any] = [np.array([t.data_ptr()], np.uint64) for t in (src, dst)]
     engine, stream = "auto", None
     if device is not None:
@@ -88,7 +127,7 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
         bases = [Reached(b, f.seen, f.link, f.edges, f.pageable) for b, f in zip(bases, found, strict=True)]
         engine = "copy" if found[0].pageable or found[1].pageable else "auto"
     index = [IndexVector(np.ascontiguousarray(column), 0, len(column)) for column in mapping.T]
-    copy = _blocks(block_size_in_bytes, limits, device, engine)
+    copy = _blocks(block_size_in_bytes, steps, limits, device, engine)
     copy(bases[0], bases[1], len(mapping), src_index=index[0], dst_index=index[1], stream=stream, refs=(src, dst))
 
 
@@ -139,11 +178,10 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     if len(devices) > 1:
         raise PlacementError(f"the memory lies on devices {sorted(devices)}, must lie on one and the host")
     if not devices:
-        try:
-            memcpy_batch(target, source, nbytes)
-        except BoundsError:
-            _check_addresses(given)
-            raise
+        _check_addresses(given)
+        for name, vector in (("src_ptrs", source), ("dst_ptrs", target)):
+            require_addresses(name, vector, nbytes)
+        memcpy_batch(target, source, nbytes)
         return
     (device,) = devices
     stream, edges = tensors.current_stream(device), found[0].edges + found[1].edges
@@ -215,6 +253,8 @@ def _most_descriptors() -> int | None:
 
 
 def _vector(name: str, tensor: Any) -> U64:
+    if not hasattr(tensor, "is_cuda"):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, must be a tensor")
     if tensor.is_cuda or tensors.dtype_name(tensor) not in ("int64", "uint64"):
         raise RuntimeError(f"{name} must be an int64 tensor on the CPU")
-    return tensors.table_array(tensor)
+    return tensors.table_array(tensor, name)

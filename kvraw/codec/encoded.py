@@ -34,7 +34,10 @@ def unseal(magic: bytes, data: bytes | bytearray | memoryview) -> memoryview:
     LayoutError
         Another format or version, truncated, or altered; says which.
     """
-    view = memoryview(data).cast("B")
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError as error:
+        raise TypeError(f"data is a {type(data).__name__}, must be dense bytes: {error}") from None
     if len(view) < _SEAL.size:
         raise LayoutError(f"data has {len(view)} bytes, must have at least {_SEAL.size}")
     found, version, reserved, size, checksum = _SEAL.unpack_from(view)

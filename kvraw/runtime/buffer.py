@@ -124,6 +124,8 @@ class HostBuffer(InUse, Uncopied):
         BoundsError
             It is smaller than `nbytes`.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r}, must be a str")
         self = cls.__new__(cls)
         target = device_to_pin(device, pin)
         nbytes = None if nbytes is None else integer("nbytes", nbytes)

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvraw.checks import ADDRESS_END, FIRST_ADDRESS, integer
+from kvraw.addresses import FIRST, TOP, in_reach
+from kvraw.checks import integer
 from kvraw.errors import BoundsError, DriverError, HostMemoryError
 from kvraw.runtime import facts, libc, shm
 from kvraw.runtime.driver import driver
@@ -77,7 +78,7 @@ class HostOptions:
         if self.kind not in ("anonymous", "huge-2MiB", "huge-1GiB", "shared", "pinned"):
             raise ValueError(f"kind is {self.kind!r}, must be anonymous, huge-2MiB, huge-1GiB, shared or pinned")
         if self.name is not None and not isinstance(self.name, str):
-            raise TypeError(f"name is {self.name!r}, must be a string")
+            raise TypeError(f"name is {self.name!r}, must be a str")
         if self.progress is not None and not callable(self.progress):
             raise TypeError(f"progress is {self.progress!r}, must be callable")
         if self.name is not None and self.kind != "shared":
@@ -387,8 +388,8 @@ def attach_memory(name: str, nbytes: int | None, any_user: bool) -> HostMemory:
 def borrow_memory(address: int, nbytes: int, owner: object) -> HostMemory:
     """Memory of somebody else, of exactly this size."""
     address, nbytes = integer("address", address), integer("nbytes", nbytes)
-    if nbytes <= 0 or not FIRST_ADDRESS <= address <= ADDRESS_END - nbytes:
+    if nbytes <= 0 or not in_reach(address, nbytes):
         raise BoundsError(
-            f"address is {address:#x} with nbytes {nbytes}, must be in [{FIRST_ADDRESS}, 2**63) with positive nbytes"
+            f"address is {address:#x} with nbytes {nbytes}, must be in [{FIRST:#x}, {TOP:#x}) with positive nbytes"
         )
     return HostMemory(address, nbytes, "borrowed", None, owner)

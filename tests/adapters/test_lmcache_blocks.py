@@ -272,7 +272,9 @@ def test_values_and_scales_in_one_page(place: int | None, direction: str) -> Non
 
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("kind", ["pinned", "host"])
-def test_planes_of_several_widths(place: int | None, direction: str, kind: str) -> None:
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 4), (2, 1, 4)], ids=str)
+def test_planes_of_several_widths(place: int | None, direction: str, kind: str, sizes: tuple[int, int, int]) -> None:
+    """Objects by address, in rows of all planes' bytes; `sizes` are bytes of an element."""
     nl, nb, bs, widths = 2, 5, 2, (6, 2, 4)
     paged = Laid("host" if place is None else "device", [(nb, bs, 1, w) for _ in range(nl) for w in widths], place, 1)
     objects = Laid("host" if place is None else kind, [(nl, TOKENS, 12)] * 2, place, 2)
@@ -288,9 +290,9 @@ def test_planes_of_several_widths(place: int | None, direction: str, kind: str) 
                 else:
                     pages[:] = part
                 begin += w
-    t = paged.tensors(2)
+    t = [paged.tensors(sizes[k % 3])[k] for k in range(3 * nl)]
     d = ops.PageBufferShapeDesc()
-    d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size = 1, nl, nb, bs, 1, 6, 2
+    d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size = 1, nl, nb, bs, 1, 12 // sizes[1], sizes[1]
     ops.multi_layer_block_kv_transfer(
         [t[:3], t[3:]],
         objects.addresses,

@@ -371,7 +371,8 @@ def test_values_and_scales_in_one_page(place: int | None, direction: str) -> Non
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_planes_of_several_widths(place: int | None, direction: str) -> None:
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 4), (2, 1, 4)], ids=str)
+def test_planes_of_several_widths(place: int | None, direction: str, sizes: tuple[int, int, int]) -> None:
     nl, nb, bs, widths = 2, 7, 2, (6, 2, 4)
     cache = Laid(kinds(place)[0], [(nb, bs, 1, w) for _ in range(nl) for w in widths], place, 1)
     rows = Laid(kinds(place)[1], [(1, nl, len(SLOTS), 12)], place, 2)
@@ -383,7 +384,7 @@ def test_planes_of_several_widths(place: int | None, direction: str) -> None:
             begin += w
             if slot >= 0:
                 (b if direction == "store" else a)[:] = a if direction == "store" else b
-    t = cache.tensors(2)
+    t = [cache.tensors(sizes[k % 3])[k] for k in range(3 * nl)]
     ops.multi_layer_kv_transfer(
         rows.tensors(2)[0], [t[:3], t[3:]], slots_at(place, True), "cpu" if place is None else place, nb * bs,
         int(direction == "store"), 17, bs,

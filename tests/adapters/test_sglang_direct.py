@@ -255,7 +255,7 @@ def test_moves_inside_host_buffers() -> None:
     strides = w.put("host", np.array([16, 16, 5]))
     at, half = w.put("host", np.array([0])), w.put("host", np.array([0.5]))
     for args, message in [
-        ((pointers, strides, half, at), "indices hold float64, must hold integers"),
+        ((pointers, strides, half, at), "tgt_loc holds float64, must hold integers"),
         ((w.put("host", np.zeros(3)), strides, at, at), "data_ptrs holds float64, must hold uint64"),
     ]:
         with pytest.raises(TypeError, match=message):

@@ -52,3 +52,51 @@ def test_strides_that_change(w: TorchLike) -> None:
     with pytest.raises(kvraw.LayoutError, match=r"k and v of src have strides of \[48, 96\] bytes, must have one"):
         sglang.transfer_kv_per_layer(every(2), dst, every(1), dst, *ids, item_size=48)
     np.testing.assert_array_equal(w.take(dst), b)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["page_first", "page_head"])
+@pytest.mark.parametrize("to_layer", [True, False], ids=["to the layer", "from the layer"])
+def test_padding_between_pages(w: TorchLike, paged: bool, to_layer: bool) -> None:
+    """Padding that layout_dim does not count is left out and left alone; other gaps, and other rows, are refused."""
+    layers, page, heads, row, pad = 3, 4 if paged else 1, 2, 48, 16
+    size = page * layers * row
+    rng = np.random.default_rng(5)
+    a = rng.integers(0, 256, (TOKENS // page, size + pad), dtype=np.uint8)
+    b = rng.integers(0, 256, (TOKENS, row), dtype=np.uint8)
+    host, layer = w.put(w.kinds[1], a), w.put(w.kinds[0], b)
+    held = Tensor(host.base, 0, (TOKENS // page, size), (size + pad, 1), "uint8")
+    reads, writes = [5, 0, TOKENS - 1], [1, 7, 2]
+    ids = [w.put(w.kinds[0], np.array(x)) for x in (reads, writes)]
+    dim, more = layers * row, (page, heads) if paged else ()
+
+    def call(tensor: Tensor) -> None:
+        if to_layer and paged:
+            sglang.transfer_kv_per_layer_ph_lf(tensor, layer, tensor, layer, *ids, 1, row, dim, *more)
+        elif to_layer:
+            sglang.transfer_kv_per_layer_mla_pf_lf(tensor, layer, *ids, 1, row, dim)
+        elif paged:
+            table = w.table(w.kinds[0], [layer] * layers)
+            sglang.transfer_kv_all_layer_lf_ph(table, tensor, table, tensor, *ids, row, dim, layers, *more)
+        else:
+            sglang.transfer_kv_per_layer_mla_lf_pf(layer, tensor, *ids, 1, row, dim)
+
+    call(held)
+    # [page, head, token, layer, dim], of which page_first is one token and one head.
+    view = a[:, :size].reshape(-1, heads if paged else 1, page, layers, row // (heads if paged else 1))
+    for at, to in zip(reads, writes, strict=True):
+        if to_layer:
+            b[to] = view[at // page, :, at % page, 1].ravel()
+        else:
+            which = slice(None) if paged else slice(1, 2)
+            view[to // page, :, to % page, which] = b[at].reshape(view.shape[1], 1, -1)
+    a[:, :size] = view.reshape(-1, size)
+    for tensor, array in ((host, a), (layer, b)):
+        np.testing.assert_array_equal(w.take(tensor), array)
+    short = Tensor(host.base, 0, (TOKENS // page, size - 16), (size + pad, 1), "uint8")
+    with pytest.raises(kvraw.LayoutError, match=f"must be rows of {size} bytes, as its layout_dim says"):
+        call(short)
+    inside = Tensor(host.base, 0, (TOKENS // page, layers, page * row - 16), (size, page * row, 1), "uint8")
+    with pytest.raises(kvraw.LayoutError, match="gaps inside a row"):
+        call(inside)
+    for tensor, array in ((host, a), (layer, b)):
+        np.testing.assert_array_equal(w.take(tensor), array)

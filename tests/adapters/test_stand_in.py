@@ -132,8 +132,48 @@ def test_a_module_that_the_package_makes(tmp_path: Path, package: str, first: st
 
 @pytest.mark.parametrize("first", [BEFORE, f"import lmcache\n{LMCACHE}\n"], ids=["before", "after"])
 def test_a_module_that_nobody_has(tmp_path: Path, first: str) -> None:
-    code = "assert lmcache.c_ops is sys.modules['lmcache.c_ops'] and lmcache.c_ops.is_mla is ours.is_mla"
+    """The later one is stood in for all the same; the earlier one, which later versions do not have, is not made."""
+    code = """
+assert lmcache.cuda_ops is sys.modules['lmcache.cuda_ops'] and lmcache.cuda_ops.is_mla is ours.is_mla
+assert not hasattr(lmcache, "c_ops") and importlib.util.find_spec("lmcache.c_ops") is None
+try: import lmcache.c_ops
+except ModuleNotFoundError as error: assert error.name == "lmcache.c_ops", error
+else: sys.exit("it was imported")
+"""
     run(tmp_path, {"lmcache/__init__.py": ""}, first + code)
+
+
+CPU = """
+class DeviceOps:
+    def alloc_pinned_ptr(self, size, device_id=0): return "theirs"
+    def multi_layer_kv_transfer(self, *args, **kwargs): return "theirs"
+    def encode_of_theirs(self): return "theirs"
+    TransferDirection = int
+class CpuDeviceOps(DeviceOps):
+    def tensor_from_ptr(self): return "theirs"
+"""
+HOME = "lmcache.v1.platform.devices.cpu"
+PARTS = HOME.split(".")
+DEVICES = {"/".join([*PARTS[:n], "__init__.py"]): "" for n in range(2, len(PARTS) + 1)} | {
+    "lmcache/__init__.py": f"from {HOME}.device_ops import CpuDeviceOps\ndevice_ops = CpuDeviceOps()",
+    f"{HOME.replace('.', '/')}/device_ops.py": CPU,
+}
+
+
+@pytest.mark.parametrize("first", [BEFORE, f"import lmcache\n{LMCACHE}\n{LMCACHE}\n"], ids=["before", "after"])
+def test_the_devices_of_a_machine_without_a_gpu(tmp_path: Path, first: str) -> None:
+    """Operations that their class has become those here; its types, what only it has, and the class behind it stay."""
+    code = f"""
+from {HOME}.device_ops import CpuDeviceOps, DeviceOps
+found = lmcache.device_ops
+assert found.alloc_pinned_ptr is ours.alloc_pinned_ptr is CpuDeviceOps.alloc_pinned_ptr
+assert found.multi_layer_kv_transfer is ours.multi_layer_kv_transfer
+assert found.encode_of_theirs() == found.tensor_from_ptr() == DeviceOps().alloc_pinned_ptr(1) == "theirs"
+assert found.TransferDirection is int and not hasattr(found, "execute_cb_retrieve_plan_flat")
+importlib.reload(sys.modules["{HOME}.device_ops"])
+assert sys.modules["{HOME}.device_ops"].CpuDeviceOps.alloc_pinned_ptr is ours.alloc_pinned_ptr
+"""
+    run(tmp_path, DEVICES, first + code)
 
 
 def test_a_module_that_was_imported_before(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import kvraw
 from kvraw.adapters import vllm
-from tests.helpers.torch_like import TorchLike
+from tests.helpers.torch_like import Tensor, TorchLike
 
 BLOCKS = 20
 
@@ -39,6 +39,36 @@ def test_blocks(w: TorchLike, kinds: tuple[str, str], nbytes: int) -> None:
     with pytest.raises(TypeError, match="block_mapping holds float64, must hold integers"):
         vllm.swap_blocks(src, dst, nbytes, w.put("host", np.array([[0.5, 1.5]])))
     for array, tensor in ((a, src), (b, dst)):
+        np.testing.assert_array_equal(w.take(tensor), array)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kinds", WAYS)
+@pytest.mark.parametrize("nbytes", [48, 4096])
+@pytest.mark.parametrize("padded", ["src", "dst", "both"])
+def test_rows_with_padding(w: TorchLike, kinds: tuple[str, str], nbytes: int, padded: str) -> None:
+    """The stride of rows is kept to, on both sides, and padding that is not counted stays; counted, it goes along."""
+    sides_ = sides(w, kinds, nbytes + 16 * (padded == "both"))
+    arrays, views = [], []
+    for name, (array, tensor), kind in zip(("src", "dst"), sides_, kinds, strict=True):
+        if padded == name:
+            array = np.random.default_rng(3).integers(0, 256, (BLOCKS, nbytes + 16), dtype=np.uint8)
+            tensor = w.put(kind if w.stream is not None else "host", array)
+        arrays.append((array, tensor))
+        gap = array.shape[1] != nbytes
+        base = tensor.base  # type: ignore[attr-defined]
+        views.append(Tensor(base, 0, (BLOCKS, nbytes), (nbytes + 16, 1), "uint8") if gap else tensor)
+    mapping = np.array([[3, 0], [4, 1], [19, 7], [0, 19]])
+    vllm.swap_blocks(*views, nbytes, w.put("host", mapping))
+    arrays[1][0][mapping[:, 1], :nbytes] = arrays[0][0][mapping[:, 0], :nbytes]
+    if padded == "both":
+        vllm.swap_blocks(*views, nbytes + 16, w.put("host", np.array([[1, 2]])))
+        arrays[1][0][2] = arrays[0][0][1]
+    bad = r"block_mapping\[:, 1\]\[0\] is 20, must be in \[0, 20\)"
+    with pytest.raises(kvraw.BoundsError, match=bad):
+        vllm.swap_blocks(*views, nbytes, w.put("host", np.array([[0, 20]])))
+    with pytest.raises(kvraw.LayoutError, match=f"block_size_in_bytes is {nbytes // 2}, must be the {nbytes} bytes of"):
+        vllm.swap_blocks(*views, nbytes // 2, w.put("host", np.array([[0, 0]])))
+    for array, tensor in arrays:
         np.testing.assert_array_equal(w.take(tensor), array)  # type: ignore[arg-type]
 
 

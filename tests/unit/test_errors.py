@@ -213,8 +213,10 @@ def test_arrays_of_python_objects_are_refused(world: World, dtype: object) -> No
 def test_an_array_of_chunks_is_not_their_memory(world: World) -> None:
     with kvraw.HostPool(1 << 16) as pool:
         chunks = pool.chunks(2, world.cache.chunk_bytes(8))
-        with pytest.raises(TypeError, match=r"chunks\[0\] holds Python objects"):
+        with pytest.raises(TypeError, match="chunks is a ndarray, must be a sequence of chunks"):
             kvraw.store(world.cache, np.array(chunks, object), [0])
+        with pytest.raises(TypeError, match=r"chunks\[0\] holds Python objects"):
+            kvraw.store(world.cache, [np.array([chunks], object)], [0])
 
 
 @pytest.mark.parametrize("kind", ["bytes", "view", "array"])

@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvraw.adapters.lmcache._blend_wide import WideTurn
 from kvraw.adapters.lmcache._blocks import object_side, reach
 from kvraw.adapters.lmcache._paged import INDEXER, PLANES, Part, from_pointers
 from kvraw.adapters.lmcache._planned import tables_of
 from kvraw.adapters.lmcache._slots import counts_of
 from kvraw.adapters.lmcache._types import ArgumentError, CBGroupSpec, format_of
+from kvraw.addresses import require_address, require_addresses
 from kvraw.arrays import TensorView
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.grid import Launch
-from kvraw.errors import PlacementError
+from kvraw.errors import LayoutError, PlacementError
 from kvraw.formats import FORMATS
+from kvraw.plain import require_memory
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.rope.rotate import Call, rerotate_keys
 from kvraw.runtime.driver import driver
@@ -29,11 +32,19 @@ __all__ = ["Ends", "Group", "address_of", "group_of"]
 _MOST = 256
 # Torch's numbers for the types of keys.
 _TYPES = {5: ("float16", 2), 6: ("float32", 4), 15: ("bfloat16", 2)}
+_KEY_TYPES = {**_TYPES, 23: ("float8_e5m2", 1), 24: ("float8_e4m3fn", 1)}
 
 
 def address_of(value: Any) -> int:
-    """An address that is one, or a tensor's."""
-    return int(value if not hasattr(value, "data_ptr") else value.data_ptr())
+    """An address that is one, or a dense tensor's."""
+    if not hasattr(value, "data_ptr"):
+        return int(value)
+    if not value.is_contiguous():
+        raise LayoutError(
+            f"a table, slot or mapping of shape {tuple(value.shape)}, strides {tuple(value.stride())} has gaps"
+        )
+    require_memory("a table, slot or mapping", value)
+    return int(value.data_ptr())
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,8 @@ class _Keys:
         Bytes from a slot to the first element that turns.
     shape, strides : tuple of int
         Layers, heads and elements; bytes from one layer, token and head to the next.
+    dtype, size, wide, wide_size : str, int
+        Types of the keys and of the cosines, and their bytes.
     """
 
     cache: int
@@ -58,6 +71,8 @@ class _Keys:
     dtype: str
     size: int
     neox: bool
+    wide: str
+    wide_size: int
 
     @classmethod
     def of(cls, spec: CBGroupSpec) -> _Keys | None:
@@ -65,12 +80,16 @@ class _Keys:
         cache, stride, offset = address_of(spec.cos_sin_cache), spec.rope_head_stride, spec.rope_base_offset
         if not cache:
             return None
-        dtype, size = _TYPES.get(spec.key_scalar_type, ("", 0))
+        dtype, size = _KEY_TYPES.get(spec.key_scalar_type, ("", 0))
         if size != spec.element_size:
             raise ArgumentError(
                 f"key_scalar_type is {spec.key_scalar_type} with elements of {spec.element_size} bytes, must be 5 "
-                f"(fp16), 6 (fp32) or 15 (bf16)"
+                f"(fp16), 6 (fp32), 15 (bf16), 23 or 24 (fp8: e5m2, e4m3fn)"
             )
+        number = spec.key_scalar_type if spec.cache_scalar_type < 0 else spec.cache_scalar_type
+        wide, wide_size = _TYPES.get(number, ("", 0))
+        if not wide:
+            raise ArgumentError(f"cache_scalar_type is {number}, must be 5 (fp16), 6 (fp32) or 15 (bf16)")
         if stride <= 0 or spec.rope_num_kv_heads * stride != spec.hidden_elems:
             raise ArgumentError(
                 f"rope_num_kv_heads is {spec.rope_num_kv_heads}, rope_head_stride {stride}: must be "
@@ -85,11 +104,15 @@ class _Keys:
             raise ArgumentError(f"rot_dim is {spec.rot_dim}, must be even and in [2, {width}]")
         shape = spec.num_layers, spec.rope_num_kv_heads, width
         strides = spec.slot_tokens * spec.hidden_elems * size, spec.hidden_elems * size, stride * size
-        return cls(cache, spec.rot_dim * size, offset, shape, strides, dtype, size, bool(spec.is_neox))
+        if wide != dtype:  # what does not turn is not converted
+            shape = *shape[:2], spec.rot_dim
+        row = spec.rot_dim * wide_size
+        return cls(cache, row, offset, shape, strides, dtype, size, bool(spec.is_neox), wide, wide_size)
 
     def limit(self, device: int | None, need: int) -> int:
         """Positions that may be read behind the first; in host memory nothing tells, and what is needed is believed."""
         if device is None:
+            require_address("cos_sin_cache", self.cache, need * self.row)
             return need
         info = driver().pointer_info(self.cache)
         if info is None or (info.kind == "device" and info.device != device):
@@ -102,6 +125,7 @@ class _Keys:
         layers, heads, width = self.shape
         size = self.size
         key = TensorView(slot + self.offset, (layers, tokens, heads, width), (*self.strides, size), size, device, None)
+        size = self.wide_size
         return key, TensorView(self.cache, (positions, self.row // size), (self.row, size), size, device, None)
 
 
@@ -145,11 +169,13 @@ class Group:
         self.table = address_of(spec.paged_kv_ptrs)
         if not self.table or not self.slots or not all(self.slots):
             raise ArgumentError(f"group {at}: paged_kv_ptrs or one of temp_buffer_ptrs is null, or there is no slot")
+        if device is None:
+            require_addresses(f"group {at}: temp_buffer_ptrs", np.array(self.slots, np.uint64), 1)
         layers, hidden, element = spec.num_layers, spec.hidden_elems, spec.element_size
         self.keys = _Keys.of(spec)
         planes = 1 if number in (INDEXER, PLANES) else FORMATS[number].planes
         sizes = spec.page_buffer_size, spec.block_size, spec.head_size
-        c = counts_of(number, planes, layers, hidden, element, *sizes)
+        c = counts_of(number, planes, layers, hidden, element, *sizes, spec.block_stride_elems)
         # The layout is that of any table: its addresses may be on the device, and only their number is known here.
         self._shape = shape = from_pointers(number, np.ones(2 * layers, np.uint64), c, planes, device)
         if shape.row != hidden * element:
@@ -179,6 +205,9 @@ class Group:
                     f"{what}: {name} is {start} for {tokens} tokens, must be in [0, {limit - tokens}]: cos_sin_cache "
                     f"has {limit} positions"
                 )
+        if keys.wide != keys.dtype:
+            views = keys.views(address, tokens, max(old, new) + tokens, self.device)
+            return WideTurn(*views, (keys.dtype, keys.wide), old, new, keys.neox, self._wide_launch)
         if self.device is None:
             views = keys.views(address, tokens, max(old, new) + tokens, None)
             positions = range(old, old + tokens), range(new, new + tokens)
@@ -192,6 +221,19 @@ class Group:
             launch = self._turns[aligned] = call.launch()
         return _Turn(launch, (address + keys.offset, old, new))
 
+    def _wide_launch(self, key: TensorView) -> Launch:
+        """The launch for keys that were widened, which lie without gaps; by their number and alignment."""
+        keys, tokens = self.keys, key.shape[1]
+        assert keys is not None
+        aligned = (tokens, key.address % 16)
+        launch = self._turns.get(aligned)
+        if launch is None:
+            _, cache = keys.views(key.address, tokens, tokens, self.device)
+            call = Call.take((key, range(tokens), range(tokens), cache), keys.neox, None, None, keys.wide)
+            assert call is not None
+            launch = self._turns[aligned] = call.launch()
+        return launch
+
 
 _known: dict[tuple[object, ...], Group] = {}
 
@@ -202,6 +244,7 @@ def group_of(at: int, spec: CBGroupSpec, device: int | None) -> Group:
         *(device, spec.num_layers, spec.slot_tokens, spec.hidden_elems, spec.element_size, spec.page_buffer_size),
         *(format_of(spec.engine_kv_format), spec.block_size, spec.head_size, spec.rot_dim, spec.rope_num_kv_heads),
         *(spec.rope_head_stride, spec.key_scalar_type, spec.is_neox, spec.rope_base_offset),
+        *(spec.block_stride_elems, spec.cache_scalar_type),
         *map(address_of, (spec.paged_kv_ptrs, spec.cos_sin_cache, *spec.temp_buffer_ptrs)),
     )
     found = _known.get(key)

@@ -26,10 +26,12 @@ from kvraw.adapters.lmcache._paged import (
 )
 from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of
+from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import ASK_DRIVER, I64, IndexVector, index_vector, is_pointer, tensor_view
 from kvraw.cache import PagedCache, require_host
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import FORMATS
+from kvraw.plain import odd, unusable
 from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
@@ -69,7 +71,7 @@ def _check_described(paged: Paged, d: Any, number: int, element: int) -> None:
     g, row, said = paged.geometry, paged.row, int(d.nh) * int(d.hs) * element
     fits = [row]
     if number == PLANES:  # hs may be the width of one plane or of all
-        fits.append(said)
+        fits += [n * k for n in (row, *(p.head_bytes for p in paged.parts)) for k in (1, max(int(d.nh), 1))]
     elif number in FORMATS and FORMATS[number].mla:  # nh may count the heads of queries
         fits.append(row * int(d.nh))
     elif number in _FUSED:  # hs is one half of a head in some versions, both in others
@@ -109,6 +111,8 @@ def ids_of(name: str, ids: Any, device: int | None, most: int | None = None, kee
     if device is not None and hasattr(ids, "data_ptr") and ids.device.type != "cpu":
         width = _widths.get(ids.dtype) or _width(ids.dtype)
         if not width:
+            if "int" not in str(ids.dtype):
+                raise TypeError(f"{name} holds {ids.dtype}, must hold integers")
             ids, width = ids.long(), 8
         shape = ids.shape
         if len(shape) != 1:
@@ -126,7 +130,10 @@ def ids_of(name: str, ids: Any, device: int | None, most: int | None = None, kee
         except (TypeError, OverflowError):  # said better below
             pass
     if is_tensor(ids):
-        values = (ids if ids.device.type == "cpu" else ids.cpu()).numpy()
+        try:
+            values = (ids if ids.device.type == "cpu" else ids.cpu()).numpy()
+        except (TypeError, RuntimeError, NotImplementedError):  # said better below
+            values = index_vector(name, ids).host
         if values.dtype == np.int64 and values.ndim == 1 and values.flags.c_contiguous:
             values = values[:most]
             return IndexVector(values, 0, len(values), 8, None, keep)
@@ -210,11 +217,15 @@ class Blocks:
                 size, dense, address = one.numel() * one.element_size(), one.is_contiguous(), one.data_ptr()
                 place = one.device
                 there += place.index == here and place.type == "cuda"
+                if not address or odd(one):
+                    raise unusable(f"lmcache_objects_ptrs[{at}]", one)
+            except (RuntimeError, NotImplementedError) as error:  # one without memory
+                raise unusable(f"lmcache_objects_ptrs[{at}]", one, error) from None
             except AttributeError:
                 if is_pointer(one):
                     places.append(int(one))
                     continue
-                view = tensor_view(one)
+                view = tensor_view(one, f"lmcache_objects_ptrs[{at}]")
                 size, dense, address = view.nbytes, view.contiguous, view.address
             if size != nbytes:
                 raise ArgumentError(f"object {at} has {size} bytes, must have {nbytes}")
@@ -225,7 +236,7 @@ class Blocks:
 
     def _require_addresses(self, places: list[int]) -> None:
         for at, address in enumerate(places):
-            if not 0 < address <= 2**64 - self.nbytes:
+            if not FIRST <= address <= TOP - self.nbytes:
                 raise ArgumentError(
                     f"lmcache_objects_ptrs[{at}] is {address}, must be the address of {self.nbytes} bytes"
                 ) from None
@@ -362,6 +373,8 @@ def multi_layer_block_kv_transfer(
     """
     to_host, number = direction_of(direction), format_of(engine_kv_format)
     where, d, tokens = device_index(device), shape_desc, int(lmcache_chunk_size)
+    if not hasattr(d, "element_size"):
+        raise TypeError(f"shape_desc is a {type(d).__name__}, must be a PageBufferShapeDesc")
     if isinstance(lmcache_objects_ptrs, (str, bytes)) or hasattr(lmcache_objects_ptrs, "data_ptr"):
         raise TypeError("lmcache_objects_ptrs must be a list of addresses or tensors")
 

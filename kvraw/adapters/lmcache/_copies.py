@@ -12,10 +12,12 @@ import numpy as np
 
 from kvraw.adapters.lmcache._place import current_stream, raise_seen
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, number
+from kvraw.addresses import FIRST, require_address
 from kvraw.arrays import U64, is_pointer
 from kvraw.engines import cpu
 from kvraw.engines.device_state import device_state
 from kvraw.errors import BoundsError
+from kvraw.plain import require_memory
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import locate
@@ -41,8 +43,8 @@ def check_range(name: str, address: int, nbytes: int, offset: int = 0) -> None:
     """Check a range of memory and its offset in a host buffer."""
     if nbytes < 0 or offset < 0 or offset + nbytes >= 2**64:
         raise BoundsError(f"nbytes is {nbytes}, host_buffer_offset {offset}: must be >= 0, and below 2**64 together")
-    if nbytes and not 0 < address < 2**64 - nbytes:
-        raise BoundsError(f"{name} is {address}, must be an address in (0, 2**64) with {nbytes} bytes")
+    if nbytes:
+        require_address(name, address, nbytes)
 
 
 def _pieces(nbytes: int, offset: int, alignment: int) -> Iterator[tuple[int, int]]:
@@ -127,6 +129,7 @@ def _ends(dest: Any, src: Any, nbytes: int) -> tuple[int, int, int | None, bool]
     for name, end in (("dest", dest), ("src", src)):
         if not hasattr(end, "data_ptr"):
             raise TypeError("dest and src must be both addresses or both tensors")
+        require_memory(name, end)
         if nbytes % end.element_size() or nbytes > end.numel() * end.element_size():
             raise ArgumentError(f"nbytes is {nbytes}, must be whole elements of {name} and within it")
         if not end.is_contiguous():
@@ -174,7 +177,7 @@ def _copy_few(src_ptrs: list[int], dst_ptrs: list[int], sizes: list[int]) -> boo
     for src, dst, n in zip(src_ptrs, dst_ptrs, sizes, strict=True):
         if not (type(src) is type(dst) is type(n) is int):
             return False
-        if not (0 <= n < top and 0 <= src < top and 0 <= dst < top and (not n or (src and dst))):
+        if not (0 <= n < top and 0 <= src < top and 0 <= dst < top and (not n or (src >= FIRST and dst >= FIRST))):
             return False
     for src, dst, n in zip(src_ptrs, dst_ptrs, sizes, strict=True):
         ctypes.memmove(dst, src, n)
@@ -196,6 +199,8 @@ def batched_memcpy(src_ptrs: list[int], dst_ptrs: list[int], sizes: list[int]) -
         src, dst, n = src[kept], dst[kept], n[kept]
         if not len(n):
             return
-    if not ((some_src and some_dst) or (src.all() and dst.all())):
-        raise ArgumentError("src_ptrs or dst_ptrs holds a null address")
+    if some_src < FIRST or some_dst < FIRST:
+        for name, vector in (("src_ptrs", src), ("dst_ptrs", dst)):
+            if (vector < FIRST).any():
+                raise ArgumentError(f"{name} holds a null address, or one of the first page: {int(vector.min()):#x}")
     cpu.copy_batch(dst, src, n, in_order=len(n) > 1 and int(n.sum()) >= _LARGE and _entangled(dst, src, n))

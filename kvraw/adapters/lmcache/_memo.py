@@ -58,7 +58,12 @@ def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
         try:
             # Strides and counts tell shapes: to ask for the shape of each of many tensors takes as long as both.
             state = [t.data_ptr() for t in flat], [t.numel() for t in flat], [t.stride() for t in flat], flat[0].shape
-        except (AttributeError, IndexError):  # no tensors: `make` says so
+        except (
+            AttributeError,
+            IndexError,
+            RuntimeError,
+            NotImplementedError,
+        ):  # no tensors, or none with memory: `make` says so
             return make()
     elif hasattr(given, "data_ptr"):
         shape = given.shape

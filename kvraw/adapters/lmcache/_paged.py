@@ -20,6 +20,7 @@ from kvraw.cache import require_host
 from kvraw.errors import PlacementError
 from kvraw.formats import FORMATS
 from kvraw.layout import CacheLayout, Geometry
+from kvraw.plain import require_memory, require_plain
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
@@ -174,8 +175,10 @@ def _planes(number: int, kv_size: int) -> int:
     return planes
 
 
-def parts_of(number: int, c: Counts, given: tuple[tuple[str, int], ...] = (), widths: Sequence[int] = ()) -> Any:
-    """The layouts of a format; `widths` are those of the planes of a layer, in elements."""
+def parts_of(
+    number: int, c: Counts, given: tuple[tuple[str, int], ...] = (), widths: Sequence[tuple[int, int]] = ()
+) -> Any:
+    """The layouts of a format; `widths` are those of the planes of a layer: elements, and bytes of each."""
     if number == INDEXER:
         # A block holds all its values, then all its scales; a row of an object holds a token's values and its scale.
         row = c.heads * c.head_size * c.element
@@ -196,11 +199,11 @@ def parts_of(number: int, c: Counts, given: tuple[tuple[str, int], ...] = (), wi
             for offset, at, width in pieces
         )
     if number == PLANES:
-        row, at, parts = sum(widths) * c.element, 0, []
-        for k, width in enumerate(widths):
-            geometry = Geometry(c.layers, c.blocks, c.block_size, 1, width, c.element, planes=1)
+        row, at, parts = sum(n * size for n, size in widths), 0, []
+        for k, (width, size) in enumerate(widths):
+            geometry = Geometry(c.layers, c.blocks, c.block_size, 1, width, size, planes=1)
             parts.append(Part(CacheLayout(FORMATS[3], geometry), k, len(widths), at=at, row=row))
-            at += width * c.element
+            at += width * size
         return tuple(parts)
     form = FORMATS[number]
     heads, head_size = (1, c.heads * c.head_size) if form.mla else (c.heads, c.head_size)
@@ -235,7 +238,7 @@ def from_pointers(number: int, addresses: U64, c: Counts, kv_size: int, device: 
         if number == PLANES:
             if len(addresses) != c.layers:
                 raise ArgumentError("format 17 with several planes takes tensors: addresses do not tell their widths")
-            widths = [c.heads * c.head_size]
+            widths = [(c.heads * c.head_size, c.element)]
         else:
             widths = []
         blocks = c.blocks
@@ -324,6 +327,11 @@ def _axes(number: int, tensor: Any, block_size: int, planes: int, row: int) -> t
     return size, {**step, "D": unit}
 
 
+def _require_plain(tensors: Sequence[Any]) -> None:
+    for at, tensor in enumerate(tensors):
+        require_plain(f"paged tensor {at}", tensor)
+
+
 def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, device: int | None, row: int = 0) -> Paged:
     """A paged cache from tensors, whose shapes and strides rule.
 
@@ -334,9 +342,14 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
     if not flat or not all(is_tensor(t) for t in flat):
         raise TypeError("the paged cache must hold tensors, or be a 1-D tensor of addresses")
     depth = len(tensors[0]) if number == PLANES and isinstance(tensors[0], (list, tuple)) else 1
-    seen = tuple((t.data_ptr(), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
+    try:
+        seen = tuple((t.data_ptr(), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
+    except (RuntimeError, NotImplementedError):  # one without memory
+        _require_plain(flat)
+        raise
 
     def make() -> Paged:
+        _require_plain(flat)
         addresses = pointer_vector("paged_buffer_ptrs", [s[0] for s in seen])
         for at, one in enumerate(seen):
             if one[1:] != seen[at % depth][1:]:
@@ -352,16 +365,17 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
         c = Counts(layers, planes, size["B"], size["T"], size["H"], size["D"], element)
         given = tuple((a, s) for a, s in step.items())
         if number == PLANES:
-            widths = [int(t.shape[-1]) for t in flat[:depth]]
+            axes = [_axes(number, t, block_size, 1, 0) for t in flat[:depth]]
+            for at, (sizes, _) in enumerate(axes):
+                if (sizes["B"], sizes["T"]) != (c.blocks, c.block_size):
+                    raise ArgumentError(
+                        f"plane {at} has {sizes['B']} blocks of {sizes['T']} tokens, must have {c.blocks} of "
+                        f"{c.block_size} as plane 0"
+                    )
+            widths = [(int(t.shape[-1]), int(t.element_size())) for t in flat[:depth]]
             parts = tuple(
-                replace(
-                    p,
-                    layout=replace(
-                        p.layout,
-                        given=tuple(x for x in _axes(number, t, block_size, 1, 0)[1].items()),
-                    ),
-                )
-                for p, t in zip(parts_of(number, c, widths=widths), flat, strict=False)
+                replace(p, layout=replace(p.layout, given=tuple(steps.items())))
+                for p, (_, steps) in zip(parts_of(number, c, widths=widths), axes, strict=True)
             )
         else:
             parts = parts_of(number, c, given)
@@ -379,6 +393,7 @@ def _host_table(tensor: Any) -> U64:
     """Addresses out of a 1-D int64 or uint64 tensor; one on a device is read once, and again when torch changed it."""
     if len(tensor.shape) != 1 or str(tensor.dtype) not in ("torch.int64", "torch.uint64"):
         raise TypeError(f"a table of addresses has shape {tuple(tensor.shape)} and {tensor.dtype}, must be 1-D int64")
+    require_memory("the table of addresses", tensor)
     found: U64 = remembered(tensor, ("table",), lambda: tensor.detach().cpu().numpy().view(np.uint64))
     return found
 

@@ -11,7 +11,9 @@ import numpy as np
 from kvraw.adapters.lmcache._blocks import host_ids
 from kvraw.adapters.lmcache._copies import check_range, enqueue_split
 from kvraw.adapters.lmcache._launch import Copies
+from kvraw.addresses import FIRST, TOP, require_address
 from kvraw.arrays import ASK_DRIVER, U64, IndexVector
+from kvraw.cache import require_host
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.operands import Operands, check_host_index, require_index
 from kvraw.errors import PlacementError
@@ -75,7 +77,11 @@ def tables_of(name: str, address: int, paged: Paged, stream: int | None) -> Sequ
     """
     entries, device, parts = len(paged.addresses), paged.device, paged.parts
     if device is None:
-        return [Reached(b, b, False) for b in (p.bases(words(address, entries)) for p in parts)]
+        require_address(name, address, 8 * entries)
+        tables = [p.bases(words(address, entries)) for p in parts]
+        for bases in tables:
+            require_host(name, bases, 1)
+        return [Reached(b, b, False) for b in tables]
     require_index(name, IndexVector(None, address, entries, 8, ASK_DRIVER), device)
     if len(parts) > 1:
         if stream is None:
@@ -118,6 +124,7 @@ def pieces(
     found: list[Any] = []
     to_host = copies.to_host
     if device is None:
+        require_address(f"{copies.index}_base", base, 8 * (before + total))
         index = IndexVector(host_ids(address, total), 0, total)
         for copy in copies.each:
             side = copy.plan.src if to_host else copy.plan.dst
@@ -144,7 +151,9 @@ def stages(copies: Iterable[Stage]) -> list[Stage]:
     """Staging copies, checked; without those of no bytes."""
     found = []
     for dest, src, nbytes, offset in copies:
-        if not (nbytes > 0 <= offset < _TOP - nbytes and 0 < dest < _TOP - nbytes and 0 < src < _TOP - nbytes):
+        if not (
+            nbytes > 0 <= offset < _TOP - nbytes and FIRST <= dest <= TOP - nbytes and FIRST <= src <= TOP - nbytes
+        ):
             check_range("staging copy: dest", dest, nbytes, offset)
             check_range("staging copy: src", src, nbytes)
             if not nbytes:

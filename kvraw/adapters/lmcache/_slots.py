@@ -23,6 +23,7 @@ from kvraw.adapters.lmcache._place import current_stream, device_index, raise_se
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import FORMATS
+from kvraw.plain import odd, require_plain, unusable
 from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
@@ -106,6 +107,8 @@ class _Rows:
         if count <= 0:
             return
         address = int(tensor.data_ptr()) + offset
+        if address == offset or odd(tensor):
+            raise unusable("the tensor of tokens", tensor)
         if device is None:
             if tensor.device.type != "cpu":
                 raise PlacementError(f"the tokens lie on device {tensor.device.index}, the cache in host memory")
@@ -157,7 +160,11 @@ def _rows(
     without: int | None = None,
 ) -> _Rows:
     """The rows of a tensor; without one of its axes, where only one place of it takes part."""
-    shape, strides, unit = tensor.shape, tensor.stride(), tensor.element_size()
+    try:
+        shape, strides, unit = tensor.shape, tensor.stride(), tensor.element_size()
+    except (RuntimeError, NotImplementedError):  # one without memory
+        require_plain("the tensor of tokens", tensor)
+        raise
 
     def make() -> _Rows:
         keep = [k for k in range(len(shape)) if k != without]
@@ -235,6 +242,8 @@ def multi_layer_kv_transfer(
     to_host, number = direction_of(direction), format_of(engine_kv_format)
     if not isinstance(key_value_ptrs, (list, tuple)) and not hasattr(key_value_ptrs, "data_ptr"):
         raise TypeError(f"Expected torch.Tensor or list, but got {type(key_value_ptrs).__name__}")
+    if not hasattr(key_value, "data_ptr"):
+        raise TypeError(f"key_value is a {type(key_value).__name__}, must be a tensor")
     try:
         kv_size, layers, _, hidden = key_value.shape
     except ValueError:

@@ -270,6 +270,8 @@ class CBGroupSpec:
 
     A slot is [planes, layers, `slot_tokens`, `hidden_elems`]; `rope_base_offset` is bytes from its first key to the
     first element that turns. Tables, slots, mapping and cosines are addresses or tensors of the retrieval's device.
+    `block_stride_elems` is elements from block to block of the table's tensors (0: tight), `cache_scalar_type` torch's
+    number for the type of the cosines (negative: that of the keys).
     """
 
     paged_kv_ptrs: Any
@@ -291,6 +293,8 @@ class CBGroupSpec:
     key_scalar_type: int
     is_neox: bool
     rope_base_offset: int = 0
+    block_stride_elems: int = 0
+    cache_scalar_type: int = -1
 
 
 @dataclass(slots=True)

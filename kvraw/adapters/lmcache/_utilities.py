@@ -16,6 +16,7 @@ from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
 from kvraw.arrays import pointer_vector, tensor_view
 from kvraw.discovery import discover
 from kvraw.formats import FORMATS
+from kvraw.plain import require_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +53,7 @@ def _flatten(tensors: Any) -> list[Any]:
 
 
 def _views(tensors: Any) -> Any:
-    return [_views(t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensor_view(tensors)
+    return [_views(t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensor_view(tensors, "kv_caches")
 
 
 def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_kv_format: Any) -> _Found:
@@ -61,6 +62,8 @@ def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_
         raise ValueError("kv_caches is empty. Cannot compute KV layout.")
     flat, hints = _flatten(tensors), hints or {}
     number = None if engine_kv_format is None else format_of(engine_kv_format)
+    for t in flat:
+        require_memory("kv_caches", t)
     told = tuple((t.data_ptr(), tensor_device(t), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
     key = (told, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
     found = _known.get(key)
