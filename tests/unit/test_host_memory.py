@@ -140,7 +140,7 @@ def test_the_node_of_a_gpu_that_is_not_there(caplog: pytest.LogCaptureFixture) -
         ({"step_bytes": -1}, kvraw.BoundsError, "step_bytes is -1"),
         ({"step_bytes": 512 << 30}, kvraw.BoundsError, "step_bytes is 549755813888, must be at most"),
         ({"first_bytes": 0}, kvraw.BoundsError, "first_bytes is 0"),
-        ({"kind": "shared", "name": 5}, TypeError, "name is 5, must be a string"),
+        ({"kind": "shared", "name": 5}, TypeError, "name is 5, must be a str"),
         ({"progress": 1}, TypeError, "progress is 1, must be callable"),
     ],
 )

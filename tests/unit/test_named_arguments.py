@@ -16,7 +16,7 @@ from kvraw.codec import Compressed, Encoded
 
 
 def cache_of(**hints: Any) -> kvraw.PagedCache:
-    return kvraw.PagedCache.from_tensors([np.zeros((2, 16, 4, 2, 16), np.int16)], kv_layout="NHD", **hints)
+    return kvraw.PagedCache.from_tensors([np.zeros((2, 16, 4, 2, 16), np.int16)], axes="PBTHD", **hints)
 
 
 CACHE = cache_of()
@@ -72,8 +72,8 @@ def test_addresses_that_no_process_has(address: int, to_host: bool) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: kvraw.HostPool(1 << 20, pin=False, options={"kind": "shared"}), "options is a dict"),
-        (lambda: kvraw.HostBuffer(1 << 20, pin=False, options={}), "options is a dict"),
+        (lambda: kvraw.HostPool(1 << 20, pin=False, options={"kind": "shared"}), r"options is \{"),
+        (lambda: kvraw.HostBuffer(1 << 20, pin=False, options={}), r"options is \{"),
         (lambda: kvraw.HostOptions(kind="shared", name=5), "name is 5, must be a str"),  # type: ignore[arg-type]
         (lambda: kvraw.HostPool.attach(5), "name is 5, must be a str"),  # type: ignore[arg-type]
         (lambda: kvraw.HostPool(1 << 20, device="cuda"), "device is 'cuda', must be an integer"),
@@ -108,12 +108,11 @@ def test_tensors_of_torch() -> None:
         (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "is a nested tensor"),
     ]:
         with pytest.raises(TypeError, match=rf"tensors\[0\] {message}"):
-            kvraw.PagedCache.from_tensors([tensor], kv_layout="NHD")
+            kvraw.PagedCache.from_tensors([tensor], axes="PBTHD")
         with pytest.raises(TypeError, match=rf"chunks\[0\] {message}"):
             kvraw.store(CACHE, [tensor], [0])
     with pytest.raises(TypeError, match="chunks is a Tensor, must be a sequence of chunks"):
         kvraw.store(CACHE, torch.from_numpy(CHUNKS[0]), [0], chunk_tokens=64)
     assert (
-        CACHE.geometry
-        == kvraw.PagedCache.from_tensors([torch.zeros((2, 16, 4, 2, 16)).half()], kv_layout="NHD").geometry
+        CACHE.geometry == kvraw.PagedCache.from_tensors([torch.zeros((2, 16, 4, 2, 16)).half()], axes="PBTHD").geometry
     )
