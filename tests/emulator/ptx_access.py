@@ -141,6 +141,8 @@ def build_load(instruction: Instruction, slots: Slots, variables: dict[str, Vari
             place = frame.resolve(instruction, "param", addresses[:1], mask, size, False)
         else:
             place = frame.resolve(instruction, access.space, addresses, mask, size, False)
+        if access.space == "shared":
+            frame.note(instruction, addresses, mask, size, False)
         data = gather(place, dtype, access.count)
         for i, row in enumerate(rows):
             column = data[:, i] if access.count > 1 else data
@@ -165,6 +167,8 @@ def build_store(instruction: Instruction, slots: Slots, variables: dict[str, Var
         if not len(addresses):
             return
         place = frame.resolve(instruction, access.space, addresses, mask, size, True)
+        if access.space == "shared":
+            frame.note(instruction, addresses, mask, size, True)
         data = np.empty((len(addresses), access.count), dtype)
         for i, row in enumerate(rows):
             column = frame.rows[row]
@@ -202,6 +206,8 @@ def build_atomic(instruction: Instruction, slots: Slots, variables: dict[str, Va
         if not len(addresses):
             return
         place = frame.resolve(instruction, atomic.space, addresses, mask, dtype.itemsize, True)
+        if atomic.space == "shared":
+            frame.note(instruction, addresses, mask, dtype.itemsize, True, True)
         unique, inverse = np.unique(place, return_inverse=True)
         cells = [int(v) for v in gather(unique, dtype, 1)]
         values = [(frame.rows[s] if mask is None else frame.rows[s][mask]).tolist() for s in sources]
