@@ -23,8 +23,9 @@ from tests.emulator.ptx_text import (
     Vector,
 )
 
-# Cache operators say where data should live, not what an access does.
-_LOAD_CACHE = ("", ".ca", ".cg", ".cs", ".lu", ".nc", ".L1::no_allocate", ".nc.L1::no_allocate")
+# Cache operators say where data should live, not what an access does. None is non-coherent (`.nc`): what a kernel of
+# ours reads may be written while it runs, by its own other half or by another stream.
+_LOAD_CACHE = ("", ".ca", ".cg", ".cs", ".lu", ".L1::no_allocate")
 _STORE_CACHE = ("", ".wb", ".cg", ".cs", ".wt", ".L1::no_allocate")
 _KINDS = [kind for kind in SIZES if kind not in ("pred", "f16")]
 

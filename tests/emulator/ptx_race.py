@@ -1,8 +1,8 @@
 """Races on shared memory: two threads at one word between two barriers, one of them writing.
 
-Lanes that run in step would hide them. Threads of one warp race like others: nothing but a barrier orders what they write
-before what their neighbours read. Of several threads that write a word by the same instruction, any one may be last, as
-with a status word; what they write is only to be read behind a barrier.
+Lanes that run in step would hide them. Threads of one warp race like others: nothing but a barrier orders what they
+write before what their neighbours read. Of several threads that write a word by the same instruction any one may be
+last, as with a status word; what they write is only to be read behind a barrier.
 """
 
 from __future__ import annotations
