@@ -63,6 +63,7 @@ class FakeDriver(FakeStreams):
         self.no_ptx = ""  # the result of whatever compiles PTX
         self.sticky = ""  # the result of every call, as after an illegal access
         self.lazy = False  # what is loaded is compiled at its first use
+        self.distances: dict[int, int] = {}  # of registrations that begin here: from host addresses to the device's
         self._faults: dict[tuple[str, int], str] = {}
         self._lock = threading.RLock()
         self._contexts: dict[int, int] = {}  # handle -> device, primary contexts retained
@@ -266,7 +267,7 @@ class FakeDriver(FakeStreams):
         for b in self._blocks.values():
             if b.address < address + nbytes and address < b.address + b.nbytes:
                 raise self._error("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "host_register")
-        self._keep(_Block("registered", device, address, nbytes, address))
+        self._keep(_Block("registered", device, address, nbytes, address + self.distances.get(address, 0)))
 
     def host_unregister(self, address: int) -> None:
         if address not in self._blocks or self._blocks[address].kind != "registered":
