@@ -22,7 +22,7 @@ import numpy as np
 
 from kvraw.errors import DriverError
 from kvraw.runtime.driver import PointerInfo
-from tests.emulator.fake_streams import LEGACY, RESULTS, FakeStreams
+from tests.emulator.fake_streams import LEGACY, RESULTS, FakeStreams, _Op
 from tests.emulator.ptx_memory import Memory
 from tests.emulator.ptx_run import Module
 
@@ -137,8 +137,12 @@ class FakeDriver(FakeStreams):
             "blocks": len(self._blocks),
             "streams": len(self._streams) - len(LEGACY),
             "events": len(self._events),
-            "pending": sum(len(s.ops) for s in self._all()),
+            "pending": len(self.pending()),
         }
+
+    def pending(self) -> list[_Op]:
+        """What was enqueued and not done yet."""
+        return [op for stream in self._all() for op in stream.ops]
 
     # plumbing
 
@@ -415,4 +419,4 @@ class FakeDriver(FakeStreams):
 
 
 _WITHOUT_CONTEXT = {"context_push", "context_pop", "context_current", "context_id", "device_count", "version"}
-_CONTROL = {"fail", "capture", "live", "map_in_pieces", "relaxed", "reset"}
+_CONTROL = {"fail", "capture", "live", "map_in_pieces", "pending", "relaxed", "reset"}
