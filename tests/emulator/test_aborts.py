@@ -66,7 +66,7 @@ CALLS |= {"batch": functools.partial(batch, False), "batch of the default stream
 def ready(name: str, patch: pytest.MonkeyPatch) -> Iterator[tuple[FakeDriver, World, Callable[[], Any]]]:
     """A call that went well once."""
     patch.setenv("KVRAW_STAGING_SLOT", "4K")
-    if name.startswith("batch"):
+    if "batch" in name or "by copy" in name:
         patch.setenv("KVRAW_MAX_BATCH", "5")
     fake = FakeDriver()
     before = driver_module.install(fake)  # type: ignore[arg-type]
