@@ -289,7 +289,7 @@ class TransferPlan(Uncopied):
                 operation.abort()
                 raise
             if own != stream and self.direction == "load":
-                completion.wait_on(stream)
+                completion.hold(stream)
         return Transfer(self, completion, choice)
 
     def _require_context(self, state: DeviceState) -> None:

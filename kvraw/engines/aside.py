@@ -47,5 +47,5 @@ def in_order(
         operation.abort()
         raise
     if aside:
-        completion.wait_on(stream)
+        completion.hold(stream)
     return completion

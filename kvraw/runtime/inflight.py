@@ -93,6 +93,14 @@ class Completion:
             if self._event is not None:
                 driver().stream_wait_event(stream, self._event)
 
+    def hold(self, stream: int) -> None:
+        """The same for who hands the operation out only then: where it fails, nothing is under way any more."""
+        try:
+            self.wait_on(stream)
+        except BaseException:
+            self.wait()
+            raise
+
     def _finish(self) -> None:
         if self._pending:  # a finalizer came back here, in this very thread
             return

@@ -21,6 +21,7 @@ from kvraw.runtime import facts, shm
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
 from kvraw.runtime.memory import locate
+from tests.helpers.leaks import segments
 
 KINDS = ["pinned", "numa", "pinned_numa", "shm_pinned"]
 
@@ -222,12 +223,12 @@ def test_memory_that_the_driver_keeps_stays_mapped(fake: Any, monkeypatch: pytes
 
 @pytest.mark.parametrize("kind", ["pinned", "pinned_numa", "shm_pinned"])
 def test_nothing_is_left_where_pinning_fails(fake: Any, kind: str) -> None:
-    shared = set(Path("/dev/shm").iterdir())
+    shared = segments()
     fake.fail("host_register", 1, "CUDA_ERROR_OUT_OF_MEMORY")
     with pytest.raises(RuntimeError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         alloc(kind, 4096)
     assert fake.live()["blocks"] == 0
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert segments() == shared
 
 
 def test_a_copy_in_flight_is_waited_for(fake: Any) -> None:

@@ -67,6 +67,44 @@ def test_a_bad_id_on_the_host_moves_nothing(world: World) -> None:
     np.testing.assert_array_equal(world.now(), before)
 
 
+def test_what_skip_leaves_out_is_no_duplicate(world: World) -> None:
+    """Ids and chunks ahead of the first to move do not count: not as duplicates, and not as out of bounds."""
+    per_chunk = TOKENS // 4
+    before = world.now()
+    ids = [3, 3, 99, -5, 3, 8, 8]
+    options = {"stream": world.stream, "skip_blocks": 5}
+    kvraw.load(world.cache, world.chunks, ids[:6], **options).wait()
+    want = before.copy()
+    want[:, :, 8] = world.chunk(1)[:, :, 1].transpose(1, 0, 2, 3, 4)
+    np.testing.assert_array_equal(world.now(), want)
+    kvraw.load(world.cache, world.chunks, ids[:5], stream=world.stream, skip_blocks=4).wait()  # 3 stands ahead as well
+    want[:, :, 3] = world.chunk(1)[:, :, 0].transpose(1, 0, 2, 3, 4)
+    np.testing.assert_array_equal(world.now(), want)
+    with pytest.raises(kvraw.BoundsError, match="8 more than once"):
+        kvraw.load(world.cache, world.chunks, ids, **options)
+    np.testing.assert_array_equal(world.now(), want)
+    one, two = world.chunks[:2]
+    kvraw.store(world.cache, [one, one, two], range(3 * per_chunk), stream=world.stream, skip_blocks=per_chunk).wait()
+    np.testing.assert_array_equal(world.chunk(0), want[:, :, per_chunk : 2 * per_chunk].transpose(1, 0, 2, 3, 4, 5))
+    with pytest.raises(kvraw.BoundsError, match=r"chunks\[1\] and chunks\[0\] both begin"):
+        kvraw.store(world.cache, [one, one], range(2 * per_chunk), stream=world.stream, skip_blocks=per_chunk - 1)
+
+
+@pytest.mark.parametrize("engine", ["kernel", "copy", "staged", None])
+def test_slots_left_out_are_no_duplicates(world: World, engine: str | None) -> None:
+    before = world.now()
+    slots = np.array([-1, 5, -1, 9, -7, -7, -1, 2])
+    kvraw.load_slots(world.cache, world.chunks, slots, stream=world.stream, engine=engine).wait()
+    want = before.reshape(*before.shape[:2], -1, *before.shape[4:]).copy()
+    rows = world.chunk(0).reshape(2, G.layers, TOKENS, *before.shape[4:])
+    for at, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            want[:, :, slot] = rows[:, :, at].transpose(1, 0, 2, 3)
+    np.testing.assert_array_equal(world.now(), want.reshape(before.shape))
+    with pytest.raises(kvraw.BoundsError, match="slots has 5 more than once"):
+        kvraw.load_slots(world.cache, world.chunks, [-1, 5, -1, 5], stream=world.stream, engine=engine)
+
+
 def test_pageable_chunks_are_refused(world: World) -> None:
     chunk = np.zeros(world.cache.chunk_bytes(TOKENS), np.uint8)
     with pytest.raises(kvraw.PlacementError, match=r"chunks\[0\] at 0x\w+ is pageable host memory"):

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvraw.errors import DriverError
 from kvraw.runtime.driver import PointerInfo
-from tests.emulator.fake_streams import LEGACY, RESULTS, FakeStreams
+from tests.emulator.fake_streams import LEGACY, RESULTS, FakeStreams, _Op
 from tests.emulator.ptx_memory import Memory
 from tests.emulator.ptx_run import Module
 
@@ -63,6 +63,7 @@ class FakeDriver(FakeStreams):
         self.no_ptx = ""  # the result of whatever compiles PTX
         self.sticky = ""  # the result of every call, as after an illegal access
         self.lazy = False  # what is loaded is compiled at its first use
+        self.distances: dict[int, int] = {}  # of registrations that begin here: from host addresses to the device's
         self._faults: dict[tuple[str, int], str] = {}
         self._lock = threading.RLock()
         self._contexts: dict[int, int] = {}  # handle -> device, primary contexts retained
@@ -136,8 +137,12 @@ class FakeDriver(FakeStreams):
             "blocks": len(self._blocks),
             "streams": len(self._streams) - len(LEGACY),
             "events": len(self._events),
-            "pending": sum(len(s.ops) for s in self._all()),
+            "pending": len(self.pending()),
         }
+
+    def pending(self) -> list[_Op]:
+        """What was enqueued and not done yet."""
+        return [op for stream in self._all() for op in stream.ops]
 
     # plumbing
 
@@ -266,7 +271,7 @@ class FakeDriver(FakeStreams):
         for b in self._blocks.values():
             if b.address < address + nbytes and address < b.address + b.nbytes:
                 raise self._error("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "host_register")
-        self._keep(_Block("registered", device, address, nbytes, address))
+        self._keep(_Block("registered", device, address, nbytes, address + self.distances.get(address, 0)))
 
     def host_unregister(self, address: int) -> None:
         if address not in self._blocks or self._blocks[address].kind != "registered":
@@ -414,4 +419,4 @@ class FakeDriver(FakeStreams):
 
 
 _WITHOUT_CONTEXT = {"context_push", "context_pop", "context_current", "context_id", "device_count", "version"}
-_CONTROL = {"fail", "capture", "live", "map_in_pieces", "relaxed", "reset"}
+_CONTROL = {"fail", "capture", "live", "map_in_pieces", "pending", "relaxed", "reset"}

@@ -39,6 +39,7 @@ class _Ticket:
 
 @dataclass
 class _Op:
+    call: str
     work: Callable[[], None]
     after: _Ticket | None = None
 
@@ -98,7 +99,7 @@ class FakeStreams:
         device = self._here(call)
         if stream not in LEGACY and found.device != device:
             raise self._error("CUDA_ERROR_INVALID_HANDLE", call, f"stream of device {found.device} on device {device}")
-        found.ops.append(_Op(work, after))
+        found.ops.append(_Op(call, work, after))
 
     def stream_create(self) -> int:
         handle = self._handle()

@@ -23,8 +23,9 @@ from tests.emulator.ptx_text import (
     Vector,
 )
 
-# Cache operators say where data should live, not what an access does.
-_LOAD_CACHE = ("", ".ca", ".cg", ".cs", ".lu", ".nc", ".L1::no_allocate", ".nc.L1::no_allocate")
+# Cache operators say where data should live, not what an access does. None is non-coherent (`.nc`): what a kernel of
+# ours reads may be written while it runs, by its own other half or by another stream.
+_LOAD_CACHE = ("", ".ca", ".cg", ".cs", ".lu", ".L1::no_allocate")
 _STORE_CACHE = ("", ".wb", ".cg", ".cs", ".wt", ".L1::no_allocate")
 _KINDS = [kind for kind in SIZES if kind not in ("pred", "f16")]
 
@@ -141,6 +142,8 @@ def build_load(instruction: Instruction, slots: Slots, variables: dict[str, Vari
             place = frame.resolve(instruction, "param", addresses[:1], mask, size, False)
         else:
             place = frame.resolve(instruction, access.space, addresses, mask, size, False)
+        if access.space == "shared":
+            frame.note(instruction, addresses, mask, size, False)
         data = gather(place, dtype, access.count)
         for i, row in enumerate(rows):
             column = data[:, i] if access.count > 1 else data
@@ -165,6 +168,8 @@ def build_store(instruction: Instruction, slots: Slots, variables: dict[str, Var
         if not len(addresses):
             return
         place = frame.resolve(instruction, access.space, addresses, mask, size, True)
+        if access.space == "shared":
+            frame.note(instruction, addresses, mask, size, True)
         data = np.empty((len(addresses), access.count), dtype)
         for i, row in enumerate(rows):
             column = frame.rows[row]
@@ -202,6 +207,8 @@ def build_atomic(instruction: Instruction, slots: Slots, variables: dict[str, Va
         if not len(addresses):
             return
         place = frame.resolve(instruction, atomic.space, addresses, mask, dtype.itemsize, True)
+        if atomic.space == "shared":
+            frame.note(instruction, addresses, mask, dtype.itemsize, True, True)
         unique, inverse = np.unique(place, return_inverse=True)
         cells = [int(v) for v in gather(unique, dtype, 1)]
         values = [(frame.rows[s] if mask is None else frame.rows[s][mask]).tolist() for s in sources]

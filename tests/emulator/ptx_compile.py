@@ -78,6 +78,11 @@ class Program:
         """The size of one CTA's shared memory."""
         return max((v.offset + v.nbytes for v in self.entry.shared.values()), default=0)
 
+    @property
+    def has_barriers(self) -> bool:
+        """Whether the warps of a CTA wait for each other."""
+        return any(block.end is not None and block.end.opcode in BARRIERS for block in self.blocks)
+
 
 class _Compiler:
     def __init__(self, entry: Entry, variables: dict[str, Variable]) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tests.emulator.ptx_memory import AccessError, Addresses, Array, Memory, check_alignment
 from tests.emulator.ptx_ops import DTYPES
+from tests.emulator.ptx_race import SharedAccesses
 from tests.emulator.ptx_text import SIZES, Immediate, Instruction, PtxError, PtxSyntaxError, Register, Special
 
 WARP = 32
@@ -114,9 +115,11 @@ class Frame:
         self.shared = np.full((len(ctas), -(-max(shared_bytes, 1) // 16) * 2), 0xA5A5A5A5A5A5A5A5, np.uint64)
         thread = np.tile(np.arange(self.width, dtype=np.uint32), len(ctas))
         self.alive: Lanes = thread < block
+        self.threads = thread.astype(np.int32) + np.int32(1)  # from one
         self.lane_id = thread % np.uint32(WARP)
         self.warp_starts = np.arange(self.lanes) & ~(WARP - 1)
         self.cta_index = np.repeat(np.arange(len(ctas), dtype=np.uint64), self.width)
+        self.accesses = SharedAccesses(len(ctas), shared_bytes) if shared_bytes else None
         self._shared_bases = self.cta_index * np.uint64(self.shared.strides[0]) + np.uint64(self.shared.ctypes.data)
         specials = {
             "%tid.x": thread,
@@ -159,6 +162,27 @@ class Frame:
         if space == "shared":
             bases = self._shared_bases if mask is None else self._shared_bases[mask]
         return np.add(addresses, bases)
+
+    def note(
+        self,
+        instruction: Instruction,
+        addresses: Addresses,
+        mask: Mask,
+        nbytes: int,
+        write: bool,
+        atomic: bool = False,
+    ) -> None:
+        """Hold accesses to shared memory, already checked, against those since the last barrier."""
+        if self.accesses is None:
+            return
+        ctas, threads = (v if mask is None else v[mask] for v in (self.cta_index, self.threads))
+        if write:
+            race = self.accesses.write(ctas, addresses, nbytes, threads, instruction.line, atomic)
+        else:
+            race = self.accesses.read(ctas, addresses, nbytes, threads)
+        if race is not None:
+            lane = race[0] if mask is None else int(np.flatnonzero(mask)[race[0]])
+            self.fault(instruction, lane, race[1], int(addresses[race[0]]))
 
 
 Step = Callable[[Frame, Mask], None]

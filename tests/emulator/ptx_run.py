@@ -1,10 +1,13 @@
 """Runs the kernels of a PTX module over numpy arrays, one lane per thread.
 
 The lanes of some CTAs run together. Each step takes the lanes at the lowest block of the program, so lanes that went
-different ways meet again where their ways join.
+different ways meet again where their ways join. Where a seed is given, the warps of a CTA that has barriers take turns
+between them, in an order drawn from it.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import numpy as np
 
@@ -15,6 +18,7 @@ from tests.emulator.ptx_memory import Array, Memory
 from tests.emulator.ptx_parse import parse
 from tests.emulator.ptx_text import Variable
 
+TURNS = 4  # in which the warps of a CTA run between barriers, at most
 LANES = 4096  # CTAs run together up to this many lanes
 MAX_STEPS = 2_000_000
 
@@ -64,7 +68,8 @@ class Module:
         max_steps : int
             Instructions, counted once for all lanes that execute them together, before the launch is given up.
         seed : int, optional
-            Permutes the order of the CTAs; by default they run in order.
+            Permutes the order of the CTAs, and where a kernel has barriers the order of the warps of each CTA between
+            them; by default CTAs run in order, and their warps in step.
 
         Raises
         ------
@@ -81,7 +86,10 @@ class Module:
         space = np.zeros(-(-len(params) // 16) * 2 + 2, np.uint64).view(np.uint8)
         space = space[-space.ctypes.data % 16 :][: len(params)]
         space[:] = np.frombuffer(params, np.uint8)
-        order = np.arange(grid) if seed is None else np.random.default_rng(seed).permutation(grid)
+        rng = None if seed is None else np.random.default_rng(seed)
+        order = np.arange(grid) if rng is None else rng.permutation(grid)
+        if not program.has_barriers:
+            rng = None  # nothing is shared between the warps of a CTA that other CTAs do not share as well
         together = max(1, LANES // (-(-block // WARP) * WARP))
         added = [memory.add(array.ctypes.data, array.nbytes, name) for name, array in self._storage.items()]
         try:
@@ -89,7 +97,7 @@ class Module:
                 ctas = order[start : start + together]
                 frame = Frame(entry, program.slots, ctas, (grid, block), space, program.shared_bytes, memory)
                 with np.errstate(all="ignore"):
-                    max_steps = _Run(program, frame, max_steps).finish()
+                    max_steps = _Run(program, frame, max_steps, rng).finish()
         finally:
             for known in added:
                 memory.remove(known.address)
@@ -98,7 +106,7 @@ class Module:
 class _Run:
     """The schedule of one frame."""
 
-    def __init__(self, program: Program, frame: Frame, steps: int) -> None:
+    def __init__(self, program: Program, frame: Frame, steps: int, rng: np.random.Generator | None = None) -> None:
         self.program = program
         self.frame = frame
         self.steps = steps
@@ -106,6 +114,33 @@ class _Run:
         self.ready: dict[int, Mask] = {0: None if frame.alive.all() else frame.alive.copy()}
         self.parked: dict[int, Lanes] = {}  # incomplete warps before a synchronising instruction
         self.waiting = np.full(frame.lanes, -1, np.int64)  # the block after the barrier at which a lane waits
+        self.turns = self.draw(rng)
+
+    def draw(self, rng: np.random.Generator | None) -> deque[Lanes]:
+        """The lanes of each turn: the warps of a CTA in a random order, dealt out to at most `TURNS` turns."""
+        warps = self.frame.width // WARP
+        if rng is None or warps == 1:
+            return deque()
+        turns = min(warps, TURNS)
+        dealt = rng.permuted(np.tile(np.arange(warps) % turns, (len(self.frame.ctas), 1)), axis=1)
+        return deque(np.repeat(dealt.reshape(-1), WARP) == turn for turn in range(turns))
+
+    def next(self) -> tuple[int, Mask]:
+        """The lowest block with lanes that may go on, and those of them whose turn it is."""
+        for _ in range(len(self.turns)):
+            turn = self.turns[0]
+            for number in sorted(self.ready):
+                mask = self.ready[number]
+                here = (self.frame.alive if mask is None else mask) & turn
+                if here.any():
+                    rest = (self.frame.alive if mask is None else mask) & ~turn
+                    del self.ready[number]
+                    if rest.any():
+                        self.ready[number] = rest
+                    return number, here
+            self.turns.rotate(-1)
+        number = min(self.ready)
+        return number, self.ready.pop(number)
 
     def arrive(self, number: int, mask: Mask) -> None:
         """Let lanes go on at a block, together with those that are there already."""
@@ -119,8 +154,7 @@ class _Run:
         """Run until all lanes have exited; returns the steps left."""
         blocks, frame = self.program.blocks, self.frame
         while self.ready:
-            number = min(self.ready)
-            mask = self.ready.pop(number)
+            number, mask = self.next()
             block = blocks[number]
             if block.members is not None:
                 here = frame.alive if mask is None else mask
@@ -190,6 +224,8 @@ class _Run:
         complete = ((self.waiting >= 0) | ~self.threads).reshape(-1, frame.width).all(1)
         if not complete.any():
             return
+        if frame.accesses is not None:
+            frame.accesses.barrier(np.flatnonzero(complete))
         released = np.repeat(complete, frame.width) & (self.waiting >= 0)
         warps = np.where(released, self.waiting, -1).reshape(-1, WARP)
         uneven = (warps >= 0) & (warps != warps.max(1, keepdims=True))

@@ -20,7 +20,7 @@ from kvraw.ptx import build
 from kvraw.rope import rotate
 from kvraw.runtime import driver as driver_module
 from tests.adapters import test_lmcache_codec_calls as calls
-from tests.device import test_codec, test_quantize, test_rope
+from tests.device import test_codec, test_codec_pack, test_quantize, test_rope
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.codec_cases import CASES, Place
 from tests.helpers.torch_like import TorchLike
@@ -59,10 +59,46 @@ def keys(shape: int, neox: bool, dtype: str) -> Test:
     return functools.partial(test_rope.test_keys, test_rope.SHAPES[shape], neox, dtype)
 
 
+def bad_sums(at: int) -> Test:
+    return functools.partial(test_codec_pack.test_sums_that_do_not_fit, *test_codec_pack.BAD[at])
+
+
 damaged = functools.partial(functools.partial, test_codec.test_damaged_streams_stay_inside_their_buffers)
 outside = functools.partial(functools.partial, test_rope.test_a_position_outside_the_cache)
 
 FAULTS = {
+    "encode: no barrier behind the cleared words": Fault(
+        "codec_encode.cu",
+        "faulty[threadIdx.x] = 0;\n    __syncthreads();",
+        "faulty[threadIdx.x] = 0;",
+        test_codec.test_a_distribution_that_does_not_rise_is_refused,
+    ),
+    "encode: no barrier behind the tables": Fault(
+        "codec_encode.cu", "__syncthreads();\n    if (stream >=", "if (stream >=", streams("two tokens")
+    ),
+    "decode: no barrier behind the cleared words": Fault(
+        "codec_decode.cu",
+        "faulty[threadIdx.x] = 0;\n    __syncthreads();",
+        "faulty[threadIdx.x] = 0;",
+        test_codec.test_a_distribution_that_does_not_rise_is_refused,
+    ),
+    "decode: no barrier behind the tables": Fault(
+        "codec_decode.cu", "__syncthreads();\n    if (stream >=", "if (stream >=", streams("two tokens")
+    ),
+    "cdf: no barrier behind the counts": Fault("codec_cdf.cu", "__syncthreads();", "", distribution("two tokens")),
+    "quantize: no barrier behind the maxima": Fault(
+        "quantize.cu",
+        "__syncthreads();",
+        "",
+        functools.partial(test_quantize.test_quantization, (3, 7, 100), 32, "float32"),
+    ),
+    "quantize: a barrier before the maxima": Fault(
+        "quantize.cu",
+        "    if ((threadIdx.x & 31) == 0)\n        largest[threadIdx.x >> 5] = bits;\n    __syncthreads();",
+        "    __syncthreads();\n    if ((threadIdx.x & 31) == 0)\n        largest[threadIdx.x >> 5] = bits;",
+        functools.partial(test_quantize.test_quantization, (3, 7, 100), 32, "float32"),
+    ),
+    "any: a load that is not coherent": Fault("arith.h", '"ld.global."', '"ld.global.nc."', streams("two tokens")),
     "encode: waiting bits are forgotten": Fault(
         "codec_encode.cu", "pending += straddles", "pending = straddles", test_codec.test_bits_that_wait_without_end
     ),
@@ -124,6 +160,23 @@ FAULTS = {
     ),
     "pack: the first 32 bytes of each stream": Fault(
         "codec_pack.cu", "k < (u32)(end - start)", "k < 32 && k < (u32)(end - start)", round_trip("maximal alphabet")
+    ),
+    "pack: warps behind the last stream": Fault(
+        "codec_pack.cu",
+        "    if (stream >= a.streams)\n        return;\n",
+        "",
+        test_codec_pack.test_warps_behind_the_last_stream,
+    ),
+    "pack: sums may be negative": Fault("codec_pack.cu", "start < 0 || ", "", bad_sums(0)),
+    "pack: sums may fall": Fault(
+        "codec_pack.cu",
+        "end < start || (u64)end > a.packed_size || (u64)(end - start) > a.row",
+        "(u64)end > a.packed_size || (i64)(end - start) > (i64)a.row",
+        bad_sums(1),
+    ),
+    "pack: sums may leave the output": Fault("codec_pack.cu", "(u64)end > a.packed_size || ", "", bad_sums(2)),
+    "pack: a stream may be longer than its slot": Fault(
+        "codec_pack.cu", " || (u64)(end - start) > a.row", "", bad_sums(3)
     ),
     "rope: old and new in the other direction": Fault(
         "rope.cu", "sub(mul(u, nc[k]), mul(v, ns[k]))", "add(mul(u, nc[k]), mul(v, ns[k]))", keys(0, True, "float16")

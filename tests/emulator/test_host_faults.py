@@ -168,6 +168,19 @@ def test_the_same_range_counts_its_users(fake: FakeDriver) -> None:
         kvraw.Registration(start, 4096, 0, step=0)
 
 
+def test_ranges_that_touch_and_ranges_that_overlap_by_a_byte(fake: FakeDriver) -> None:
+    array, start = aligned(8 * 4096)
+    with kvraw.Registration(start + 4096, 4096, 0, owner=array):
+        for begin, end in ((4095, 4097), (4096 - 64, 4097), (8191, 8193), (0, 12288)):
+            with pytest.raises(kvraw.BoundsError, match="overlaps the registration"):
+                kvraw.Registration(start + begin, end - begin, 0)
+        with kvraw.Registration(start, 4096, 0), kvraw.Registration(start + 8192, 64, 0):
+            assert register.registered_bytes() == (3, 2 * 4096 + 64)
+            for address, nbytes, known in ((start + 8255, 1, True), (start + 8256, 1, False), (start - 1, 1, False)):
+                assert register.is_registered(address, nbytes) == known
+            assert register.is_registered(start - 1, 2)
+
+
 def test_threads_register_one_range(fake: FakeDriver) -> None:
     array, start = aligned(4096)
     for _ in range(50):

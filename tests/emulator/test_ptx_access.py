@@ -15,7 +15,7 @@ from tests.emulator.ptx_text import SIZES
 
 TESTED = Covered()
 KINDS = [f"{k}{bits}" for k in "bus" for bits in (8, 16, 32, 64)] + ["f32", "f64"]
-LOAD_CACHES = ("", ".ca", ".cg", ".cs", ".lu", ".nc", ".L1::no_allocate", ".nc.L1::no_allocate")
+LOAD_CACHES = ("", ".ca", ".cg", ".cs", ".lu", ".L1::no_allocate")
 STORE_CACHES = ("", ".wb", ".cg", ".cs", ".wt", ".L1::no_allocate")
 
 

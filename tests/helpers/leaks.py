@@ -22,7 +22,7 @@ def mapped() -> int:
     return sum(int(end, 16) - int(begin, 16) for begin, end in spans)
 
 
-def _names() -> list[str]:
+def segments() -> list[str]:
     """Segments of this process; tests beside this one have others."""
     return sorted(name for name in os.listdir(shm.FOLDER) if str(os.getpid()) in name)
 
@@ -30,8 +30,8 @@ def _names() -> list[str]:
 @contextlib.contextmanager
 def nothing_left(nbytes: int) -> Iterator[None]:
     """Of the memory of a pool of this size, nothing may stay."""
-    mapped_before, others_before = mapped(), (_names(), registered_bytes())
+    mapped_before, others_before = mapped(), (segments(), registered_bytes())
     yield
     # Heaps and the stacks of threads may grow meanwhile, by less than a pool that stayed would be.
     assert mapped() - mapped_before < nbytes
-    assert (_names(), registered_bytes()) == others_before
+    assert (segments(), registered_bytes()) == others_before

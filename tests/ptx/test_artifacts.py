@@ -66,6 +66,16 @@ def test_rebuilding_gives_the_committed_bytes(artifact: build.Artifact) -> None:
     assert text == (ROOT / artifact.name).read_text()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_load_is_incoherent(name: str) -> None:
+    """The cache is written by other streams, and in place: a load past coherence could bring old bytes."""
+    code = re.sub(r"//[^\n]*", "", loader.read_ptx(name).decode())
+    opcodes = set(re.findall(r"\b((?:ld|tex|tld4|suld|ldu)(?:\.[\w:]+)+)", code))
+    assert opcodes
+    coherent = re.compile(r"ld\.(param|shared|global)(?!.*\.nc)(\.L1::no_allocate)?(\.v[24])?\.[busf](8|16|32|64)")
+    assert not {o for o in opcodes if not coherent.fullmatch(o)}
+
+
 def test_only_a_faster_twin_needs_a_newer_target() -> None:
     newer = {name: target for name, target in TARGET_OF.items() if target != 75}
     # Older devices take rope_bf16_v2.ptx, as tests/emulator/test_rope_newer_device.py shows.

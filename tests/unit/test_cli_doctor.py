@@ -16,6 +16,7 @@ from kvraw.cli.main import main
 from kvraw.errors import DriverNotFoundError, UnsupportedDriverError
 from kvraw.ptx import loader
 from tests.helpers.cli import ROOT, clear_variables, no_driver, python
+from tests.helpers.leaks import segments
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def test_doctor_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_tells_what_memory_it_got(capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(Path("/dev/shm").iterdir())
+    before = segments()
     _, report = doctor_json(capsys)
     memory = report["host_memory"]
     assert memory["kinds"]["anonymous"] is None
@@ -68,7 +69,7 @@ def test_doctor_tells_what_memory_it_got(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["doctor"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("host memory"))
     assert "transparent huge pages obtained" in row
-    assert sorted(Path("/dev/shm").iterdir()) == before
+    assert segments() == before
 
 
 def test_doctor_where_memory_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvraw.engines.copy_engine import Descriptors
 from kvraw.engines.operands import Operands
 from kvraw.errors import DriverError
 from kvraw.layout import CacheLayout, Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
+from kvraw.runtime import register
 from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.world import World
@@ -183,6 +185,111 @@ def test_rows_of_one_copy_lie_in_one_registration(fake: FakeDriver) -> None:
             assert not whole[:, 1].any()
         assert fake.calls["memcpy_2d_async"] == 0
         assert fake.calls["memcpy_async"] == 10
+
+
+@pytest.mark.parametrize("side", ["dst", "src"])
+@pytest.mark.parametrize(
+    ("shift", "pitch", "width", "edge", "whole"),
+    [
+        (0, 8192, 8192, None, True),  # to the last byte of the memory; rows that touch are rows still
+        (0, 8192, 4096, None, True),
+        (4096, 8192, 4096, None, True),
+        (4097, 8192, 4095, None, True),
+        (0, 8192, 8191, 7 * 8192 + 8191, True),  # an edge where the last row ends
+        (1, 8192, 8191, 1, True),  # and one where the first begins
+        (0, 8192, 8191, 7 * 8192 + 8190, True),  # the last row is cut; the others are one copy
+        (0, 8192, 8191, 1, True),
+        (0, 8192, 4096, 3 * 8192, False),  # where a row begins: its neighbours lie on both sides
+        (0, 8192, 4096, 3 * 8192 + 5000, False),  # in the gap behind a row
+    ],
+)
+def test_rows_of_one_copy_span_no_edge(
+    fake: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    side: str,
+    shift: int,
+    pitch: int,
+    width: int,
+    edge: int | None,
+    whole: bool,
+) -> None:
+    real, reached = FakeDriver.memcpy_2d_async, []
+
+    def noted(self: FakeDriver, *a: int) -> None:
+        reached.append({"dst": (a[0], a[0] + a[1] * (a[5] - 1) + a[4]), "src": (a[2], a[2] + a[3] * (a[5] - 1) + a[4])})
+        real(self, *a)
+
+    monkeypatch.setattr(FakeDriver, "memcpy_2d_async", noted)
+    with kvraw.HostPool(1 << 17, device=0) as pool, kvraw.DeviceBuffer(1 << 16, 0) as memory, kvraw.Stream(0) as stream:
+        rows = np.arange(8, dtype=np.uint64) * np.uint64(pitch)
+        ends = {"dst": rows + np.uint64(pool.address), "src": rows + np.uint64(memory.address)}
+        ends[side] += np.uint64(shift)
+        start = int(ends[side][0]) - shift
+        with DeviceScope(0):
+            fake.memset_async(memory.address, 7, 1 << 16, stream.handle)
+            some = copy_engine.Descriptors(ends["dst"], ends["src"], np.full(8, width, np.uint64))
+            copy_engine.enqueue(some, stream.handle, capturing=True, edges=() if edge is None else (start + edge,))
+        stream.synchronize()
+        assert len(reached) == whole
+        assert edge is None or not any(begin < start + edge < end for r in reached for begin, end in (r[side],))
+        want = np.zeros(1 << 17, np.uint8)
+        for at in rows.tolist():
+            at += shift * (side == "dst")
+            want[at : at + width] = 7
+        np.testing.assert_array_equal(pool.view(pool.address, 1 << 17), want)
+
+
+def test_rows_to_the_last_byte_of_an_allocation_and_one_over(fake: FakeDriver) -> None:
+    with kvraw.DeviceBuffer(1 << 16, 0) as memory, DeviceScope(0):
+        inside = functools.partial(copy_engine._in_one, fake, edges=())  # type: ignore[arg-type]
+        assert inside(memory.address, 1 << 16)
+        assert inside(memory.address + 1, (1 << 16) - 1)
+        assert not inside(memory.address, (1 << 16) + 1)
+        assert not inside(memory.address + 1, 1 << 16)
+
+
+@pytest.mark.parametrize("pitch", [63, 64, 65])
+def test_rows_that_overlap_by_a_byte_are_no_rows(fake: FakeDriver, pitch: int) -> None:
+    """The driver refuses a pitch below the width; sources may overlap."""
+    with kvraw.HostPool(1 << 16, device=0) as pool, kvraw.DeviceBuffer(1 << 12, 0) as memory, kvraw.Stream(0) as stream:
+        source = np.arange(1 << 12, dtype=np.uint64).astype(np.uint8)
+        pool.view(pool.address + 4096, 1 << 12)[:] = source
+        to, at = (np.arange(6, dtype=np.uint64) * np.uint64(n) for n in (128, pitch))
+        some = copy_engine.Descriptors(
+            to + np.uint64(pool.address), at + np.uint64(memory.address), np.full(6, 64, np.uint64)
+        )
+        with DeviceScope(0):
+            fake.memcpy_async(memory.address, pool.address + 4096, 1 << 12, stream.handle)
+            copy_engine.enqueue(some, stream.handle, capturing=True)
+        stream.synchronize()
+        assert fake.calls["memcpy_2d_async"] == (pitch >= 64)
+        for k in range(6):
+            found = pool.view(pool.address + 128 * k, 128)
+            np.testing.assert_array_equal(found, [*source[k * pitch : k * pitch + 64], *[0] * 64])
+
+
+def test_copies_that_touch_are_joined_and_those_that_nearly_touch_are_not() -> None:
+    for gap in (-1, 0, 1):
+        for other in (-1, 0, 1):
+            d = of((1000, 5000, 64), (1064 + gap, 5064 + other, 64))
+            joined = copy_engine.merge(d)
+            assert len(joined) == (1 if gap == other == 0 else 2)
+            back = of((1064 + gap, 5064 + other, 64), (1000, 5000, 64))
+            assert len(copy_engine.merge(back)) == len(joined)
+
+
+def test_an_edge_at_either_end_of_a_copy_cuts_nothing() -> None:
+    d = of((1000, 5000, 64))
+    for edge in (999, 1000, 1064, 1065, 4999, 5000, 5064):
+        assert pairs(copy_engine.split(d, [edge])) == pairs(d)
+        assert len(copy_engine.split(d, [edge])) == 1
+        assert not register.spans(1000, 1064, [edge])
+    for edge in (1001, 1063, 5001, 5063):
+        assert copy_engine.split(d, [edge]).sizes.tolist() == [
+            1 + (edge in (1063, 5063)) * 62,
+            63 - (edge in (1063, 5063)) * 62,
+        ]
+        assert register.spans(1000, 1064, [edge]) == (edge < 5000)
 
 
 def test_a_refused_batch_names_the_callers_entry(fake: FakeDriver) -> None:

@@ -192,8 +192,16 @@ class Call:
         self.ids = np.random.default_rng(0).permutation(blocks * 3)[:blocks].astype(np.int64)
         self.places = np.arange(1, 2 + blocks // self.PER_CHUNK).astype(np.uint64) << np.uint64(32)
 
-    def choose(self, *, link: bool = True, capturing: bool = False, on_device: bool = False, first: int = 0) -> Choice:
-        count = len(self.ids)
+    def choose(
+        self,
+        *,
+        link: bool = True,
+        capturing: bool = False,
+        on_device: bool = False,
+        first: int = 0,
+        end: int | None = None,
+    ) -> Choice:
+        count = len(self.ids) if end is None else end
         index = IndexVector(None, 1 << 41, count, 8, 0) if on_device else IndexVector(self.ids, 0, count)
         call = GpuCall(index, self.places, self.places, first, count - first, link, capturing)
         with DeviceScope(0):
@@ -266,6 +274,17 @@ def test_slots_left_out(fake: FakeDriver) -> None:
         call.ids[7] = -1
         assert call.choose().engine == engine  # a whole chunk would overwrite what the slot left out
         assert call.choose(first=8).engine == "staged"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_choice_is_kept_for_where_a_call_begins_in_a_chunk(fake: FakeDriver, direction: str) -> None:
+    """As many blocks cover a chunk whole or not: what was chosen for one beginning is not taken for another."""
+    n, call = Call.PER_CHUNK, Call(2 * KIB, 4096, 4 * Call.PER_CHUNK, direction)
+    engines = {}
+    for first in (0, n // 2, n, 1, 2 * n, n // 2 + n):
+        engines[first] = call.choose(first=first, end=first + n).engine
+        assert ("no chunk is covered whole" in call.choose(first=first, end=first + n).reason) == bool(first % n)
+    assert {first for first, engine in engines.items() if engine == "staged"} == {0, n, 2 * n}
 
 
 def test_neighbours_make_long_runs(fake: FakeDriver) -> None:
