@@ -11,11 +11,15 @@ import numba
 import numpy as np
 from numba.core import cgutils, types
 from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
+
+from kvraw.runtime import fork
 
 __all__ = ["copy_batch", "copy_items", "jit", "unsaved"]
 
 _log = logging.getLogger("kvraw")
+fork.wait_for(global_compiler_lock._lock)  # kernels are compiled at their first calls
 unsaved: list[OSError] = []  # why compiled kernels could not be kept
 
 _LINE = 64  # bytes of a cache line: the unit of a streaming store

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from types import TracebackType
 
 from kvraw.checks import integer
 from kvraw.errors import PlacementError
+from kvraw.runtime import fork
 from kvraw.runtime.driver import CudaDriver, driver, driver_here
 
 __all__ = ["DeviceScope", "active_device", "current_device", "device_to_pin", "gpu_at_hand", "require_device"]
 
-_lock = threading.RLock()  # as all locks here: a finalizer may run in the midst of what its own thread has locked
+_lock = fork.lock()  # as all locks here: a finalizer may run in the midst of what its own thread has locked
 _NONE: dict[int, int] = {}
 # Primary contexts by device, retained for good.
 _primary: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKeyDictionary()

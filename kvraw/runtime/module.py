@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 
+from kvraw.runtime import fork
 from kvraw.runtime.driver import CudaDriver, driver
 
 __all__ = ["ArgumentBlock", "Kernel"]
 
-_lock = threading.RLock()
+_lock = fork.lock()
 
 
 class Kernel:

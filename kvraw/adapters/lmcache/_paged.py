@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from kvraw.formats import FORMATS
 from kvraw.layout import CacheLayout, Geometry
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import locate_all
 
@@ -212,7 +212,7 @@ def parts_of(number: int, c: Counts, given: tuple[tuple[str, int], ...] = (), wi
     return (Part(layout, row=heads * head_size * c.element),)
 
 
-_lock = threading.RLock()
+_lock = fork.lock()
 _known: OrderedDict[tuple[object, ...], Paged] = OrderedDict()
 
 

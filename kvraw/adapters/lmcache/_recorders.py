@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 import weakref
 from collections import deque
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvraw.adapters.lmcache._place import this_device
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 from kvraw.runtime.stream import Stream
@@ -114,7 +114,7 @@ class Recorder:
     """Records of one kind: first in, first out per stream."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = fork.lock()
         self._queues: dict[tuple[int, int], deque[_Record]] = {}
         self._ready: deque[_Record] = deque()
         self._events: dict[int, list[int]] = {}

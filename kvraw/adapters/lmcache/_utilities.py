@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from kvraw.adapters.lmcache._place import tensor_device
 from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
 from kvraw.arrays import pointer_vector, tensor_view
 from kvraw.discovery import discover
+from kvraw.runtime import fork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ _SEVERAL = (14, 17)
 _REFERENCE = {12: 10, 13: 11}
 # What versions that name them so say of one row of K and V of a pool of all layers: the order of heads and tokens.
 _POOLS = {"BLHNC": "HND", "BLNHC": "NHD"}
-_lock = threading.RLock()
+_lock = fork.lock()
 _known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
 
 
