@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from kvraw.engines.operands import Operands, check_distinct, check_host_index
 from kvraw.errors import BoundsError, ClosedError, LayoutError, TransferTimeoutError
 from kvraw.layerwise import LayerwiseLoad, one_layer
 from kvraw.layout import CacheLayout, Geometry, copy_plan, find_format
+from kvraw.pages import Pages
 from kvraw.plan import Side
 from kvraw.prepared import Copy, PreparedCopy, Reached
 from kvraw.runtime import fork
@@ -110,12 +110,10 @@ class HostKVPool(Uncopied):
         self.bases = np.array([self._chunk.address + k * each for k in range(planes)], np.uint64)
         self.page_size, self.tokens = page_size, tokens
         self._lock = fork.lock()
-        self._calls, self._idle, self._closing = 0, fork.condition(self._lock), False
-        self._epoch = fork.epoch()  # `_calls` are those of threads of this process
+        self._calls: set[tuple[int, object]] = set()  # those of this process are of its `fork.epoch`
+        self._idle, self._closing = fork.condition(self._lock), False
         self._mine = _sides(self.layout)
-        # What is true is `_used`: the number of the call that took each page, 0 where it is free.
-        self._used, self._numbers = np.zeros(geometry.blocks, np.int64), itertools.count(1)
-        self._free, self._torn = list(range(geometry.blocks))[::-1], False
+        self._book = Pages(geometry.blocks)
         self._steps = np.arange(page_size)
         self._partners: weakref.WeakKeyDictionary[PagedCache, _Partner] = weakref.WeakKeyDictionary()
 
@@ -142,8 +140,7 @@ class HostKVPool(Uncopied):
         """Slots that are free."""
         with self._lock:
             self._require_open()
-            self._mend()
-            return len(self._free) * self.page_size
+            return self._book.available * self.page_size
 
     def alloc(self, tokens: int) -> I64 | None:
         """Slots of whole pages for this many tokens, a multiple of the page size; None where too few are free."""
@@ -151,38 +148,18 @@ class HostKVPool(Uncopied):
         if tokens < 0 or tokens % self.page_size:
             raise BoundsError(f"tokens is {tokens}, must be a multiple of the page size, {self.page_size}")
         count = tokens // self.page_size
-        number = next(self._numbers)
+        number = self._book.number()
         try:
             # One line, here and below: an interrupt at the end of the block would come before its lock is free.
             with self._lock: pages = self._take(count, number)  # fmt: skip # noqa: E701
             return None if pages is None else (pages[:, None] * self.page_size + self._steps).ravel()
         except BaseException:
-            with self._lock: self._revoke(number)  # fmt: skip # noqa: E701
+            with self._lock: self._book.revoke(number)  # fmt: skip # noqa: E701
             raise
 
     def _take(self, count: int, number: int) -> I64 | None:
         self._require_open()
-        self._mend()
-        if count > len(self._free):
-            return None
-        left = len(self._free) - count
-        pages = np.array(self._free[left:][::-1], np.int64)
-        self._torn = True
-        self._used[pages] = number
-        del self._free[left:]
-        self._torn = False
-        return pages
-
-    def _revoke(self, number: int) -> None:
-        """Nobody knows of the pages that this call took: an exception came in between."""
-        self._torn = True
-        self._used[self._used == number] = 0
-
-    def _mend(self) -> None:
-        """The list of free pages, where an interrupt or a fork came into the midst of a change."""
-        if self._torn:
-            self._free = np.flatnonzero(self._used == 0)[::-1].tolist()
-            self._torn = False
+        return self._book.take(count, number)
 
     def free(self, slots: Any) -> None:
         """Give the slots of whole pages back, once no copy uses them any more.
@@ -199,17 +176,10 @@ class HostKVPool(Uncopied):
 
     def _give(self, pages: I64) -> None:
         self._require_open()
-        self._mend()
-        again = self._used[pages] == 0
-        ordered = np.sort(pages)
-        twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if again.any() or len(twice):
-            page = int(pages[np.argmax(again)] if again.any() else twice[0])
+        page = self._book.first_unfit(pages)
+        if page is not None:
             raise ValueError(f"the page of slot {page * self.page_size} is not allocated (freed twice?)")
-        self._torn = True
-        self._used[pages] = 0
-        self._free += pages[::-1].tolist()
-        self._torn = False
+        self._book.give(pages)
 
     def numpy(self, plane: int = 0) -> np.ndarray:
         """A plane's bytes, shaped as its layout says; the last axis counts bytes."""
@@ -366,7 +336,7 @@ class HostKVPool(Uncopied):
             whole = whole and self._are_pages(index.host.reshape(-1, size))
             if written:  # whole pages: distinct where their first slots are
                 check_distinct(name, index.host[::size] if whole else index.host, 0)
-        if here.host is not None and not (used := self._used[here.host // self.page_size]).all():
+        if here.host is not None and not (used := self._book.taken[here.host // self.page_size]).all():
             at = int(np.argmin(used))
             raise BoundsError(f"slots[{at}] is {here.host[at]}, a slot that is not allocated")
         if not whole:
@@ -392,24 +362,21 @@ class HostKVPool(Uncopied):
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Note a call before it enqueues anything: `close` waits for it, and then for the copies that it noted."""
-        with self._lock:
-            self._require_open()
-            self._own_calls()
-            self._calls += 1
-        epoch = self._epoch
+        call = fork.epoch(), object()
         try:
+            with self._lock:
+                self._require_open()
+                self._calls.add(call)
             yield
         finally:
-            with self._lock:
-                if epoch == fork.epoch():
-                    self._calls -= 1
-                if self._closing:
+            self._calls.discard(call)
+            if self._closing:
+                with self._lock:
                     self._idle.notify_all()
 
-    def _own_calls(self) -> None:
-        """In a forked child, calls of the parent's threads do not go on."""
-        if self._epoch != fork.epoch():
-            self._calls, self._epoch = 0, fork.epoch()
+    def _calls_here(self) -> int:
+        """Calls that go on; in a forked child, those of the parent's threads do not."""
+        return sum(epoch == fork.epoch() for epoch, _ in list(self._calls))
 
     def _require_open(self) -> None:
         if self._closing:
@@ -432,9 +399,11 @@ class HostKVPool(Uncopied):
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             self._closing = True
-            self._own_calls()
-            if not self._idle.wait_for(lambda: not self._calls, timeout):
-                raise TransferTimeoutError(f"the pool is still used after {timeout} s by {self._calls} calls")
+            while calls := self._calls_here():
+                left = 1.0 if end is None else end - time.monotonic()
+                if left <= 0:
+                    raise TransferTimeoutError(f"the pool is still used after {timeout} s by {calls} calls")
+                self._idle.wait(min(left, 1.0))
         self._pool.close(None if end is None else max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> HostKVPool:

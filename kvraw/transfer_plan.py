@@ -238,7 +238,7 @@ class TransferPlan(Uncopied):
                 else:
                     reference.copy(self.plan, src, dst, skip, count)
             finally:
-                running.end()
+                running.ended = True
         return Transfer(self, None, self._done)
 
     def _leading(self, skip: object) -> int:

@@ -118,7 +118,7 @@ class _Crew:
 
     def dismiss(self) -> None:
         """Begin nothing more, and wait for what is under way: also where a signal raises meanwhile, and then raise."""
-        raised = None
+        raised: BaseException | None = None
         while True:
             try:
                 self._left.clear()

@@ -16,30 +16,31 @@ __all__ = ["InUse", "Running", "Use"]
 
 
 class Running:
-    """A thread's own work on memory, for `InUse.borrow`: over once `end` was called.
+    """A thread's own work on memory, for `InUse.borrow`.
 
     Parameters
     ----------
     uses : numpy.ndarray of uint64, optional
         Addresses of the chunks that it uses; None: all of the memory.
+
+    Attributes
+    ----------
+    ended : bool
+        To be set when it is over; no call, which an interrupt could come before.
     """
 
-    __slots__ = ("_over", "_thread", "stream", "uses")
+    __slots__ = ("_thread", "ended", "stream", "uses")
 
     def __init__(self, uses: Any = None) -> None:
-        self._over, self._thread, self.uses = False, threading.current_thread().name, uses
+        self.ended, self._thread, self.uses = False, threading.current_thread().name, uses
         self.stream = -threading.get_ident()  # a thread's works are one after the other
 
     def __repr__(self) -> str:
         return f"a transfer of thread {self._thread}"
 
-    def end(self) -> None:
-        """The work is over."""
-        self._over = True
-
     def over(self) -> bool:
         """Whether it is."""
-        return self._over
+        return self.ended
 
     done = over
 

@@ -122,6 +122,11 @@ class Recorder:
         self._owner: CudaDriver | None = None
         self._order = itertools.count()
 
+    def forget(self) -> None:
+        """In a forked child: what waits to be drained is the parent's, and so are its events."""
+        self._of(None)
+        self._ready.clear()
+
     def record(self, stream: int, value: tuple[Any, ...]) -> None:
         """Take a record up when the stream gets to this point."""
         with self._lock:
@@ -148,7 +153,7 @@ class Recorder:
             self._of(d)
             self._enqueue(d, device, stream, value, anew=anew)
 
-    def _of(self, d: CudaDriver) -> None:
+    def _of(self, d: CudaDriver | None) -> None:
         """Forget what another driver was given."""
         if d is not self._owner:
             self._owner = d
@@ -219,6 +224,8 @@ class Recorder:
 
 
 _events, _completions = Recorder(), Recorder()
+for _one in (_events, _completions):
+    fork.in_child(_one.forget)
 _Texts = Mapping[str, str]
 _Numbers = Mapping[str, int]
 
