@@ -139,7 +139,11 @@ class _Crew:
     def _under_way(self) -> bool:
         if self._epoch != fork.epoch():  # a signal handler forked: the threads are the parent's
             return False
-        return any(not self._helpers[me].done() if me < len(self._helpers) else True for me in list(self._busy))
+        busy = self._busy
+        for me, helper in enumerate(self._helpers):
+            if me in busy and not helper.done():
+                return True
+        return len(self._helpers) in busy  # `submit` was interrupted
 
     def require_done(self) -> None:
         """Raise what a thread met, or where one ended without a word."""
@@ -157,6 +161,8 @@ def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
     if len(stretches) == 1:
         work(*stretches[0])
         return
+    # Nothing to do, but to compile: at most one thread does, and none of the pool's, which may lack the memory for it.
+    work(bounds[0], bounds[0])
     crew = _Crew(work, stretches)
     try:
         # At the exit of the process, and where no thread can be had, this thread does what the others would.

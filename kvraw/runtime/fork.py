@@ -9,6 +9,7 @@ midst of what could be neither, such as an import.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 __all__ = ["condition", "epoch", "in_child", "lock", "undivided", "wait_for"]
 
+_log = logging.getLogger("kvraw")
 _PATIENCE = 30.0  # seconds that a fork waits for what should not be divided: an import that waits for this very thread
 
 
@@ -34,7 +36,7 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _callbacks: list[Callable[[], None]] = []
 _whole = threading.RLock()
 _waited: list[Lockable] = [_whole]
-_held: list[Lockable] = []
+_forking = threading.local()  # what a forking thread holds meanwhile
 _epoch = 0
 
 
@@ -75,14 +77,15 @@ def epoch() -> int:
 
 
 def _before() -> None:
+    _forking.held = []
     for one in _waited:
         if one.acquire(timeout=_PATIENCE):
-            _held.append(one)
+            _forking.held.append(one)
 
 
 def _let_go() -> None:
-    while _held:
-        _held.pop().release()
+    while _forking.held:
+        _forking.held.pop().release()
 
 
 def _own(one: Any) -> bool:
@@ -100,7 +103,10 @@ def _in_child() -> None:
     if not _own(_whole):
         _whole._at_fork_reinit()  # type: ignore[attr-defined]
     for callback in _callbacks:
-        callback()
+        try:
+            callback()
+        except Exception:  # the others are to be called all the same
+            _log.exception("a table could not be made anew in a forked child")
 
 
 os.register_at_fork(before=_before, after_in_parent=_let_go, after_in_child=_in_child)
