@@ -27,6 +27,7 @@ from kvraw.prepared import Copy, PreparedCopy, Reached
 from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
+from kvraw.runtime.inuse import Call
 from kvraw.runtime.pool import HostPool
 from kvraw.runtime.stream import stream_handle
 
@@ -110,7 +111,7 @@ class HostKVPool(Uncopied):
         self.bases = np.array([self._chunk.address + k * each for k in range(planes)], np.uint64)
         self.page_size, self.tokens = page_size, tokens
         self._lock = fork.lock()
-        self._calls: set[tuple[int, object]] = set()  # those of this process are of its `fork.epoch`
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._idle, self._closing = fork.condition(self._lock), False
         self._mine = _sides(self.layout)
         self._book = Pages(geometry.blocks)
@@ -362,11 +363,9 @@ class HostKVPool(Uncopied):
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Note a call before it enqueues anything: `close` waits for it, and then for the copies that it noted."""
-        call = fork.epoch(), object()
+        call = Call()
         try:
-            with self._lock:
-                self._require_open()
-                self._calls.add(call)
+            with self._lock: self._enter(call)  # fmt: skip # noqa: E701
             yield
         finally:
             self._calls.discard(call)
@@ -374,9 +373,13 @@ class HostKVPool(Uncopied):
                 with self._lock:
                     self._idle.notify_all()
 
+    def _enter(self, call: Call) -> None:
+        self._require_open()
+        self._calls.add(call)
+
     def _calls_here(self) -> int:
         """Calls that go on; in a forked child, those of the parent's threads do not."""
-        return sum(epoch == fork.epoch() for epoch, _ in list(self._calls))
+        return sum(call.epoch == fork.epoch() for call in list(self._calls))
 
     def _require_open(self) -> None:
         if self._closing:

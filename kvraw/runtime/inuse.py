@@ -12,7 +12,7 @@ from kvraw.runtime import fork
 from kvraw.runtime.driver import relaxed
 from kvraw.runtime.inflight import Completion
 
-__all__ = ["InUse", "Running", "Use"]
+__all__ = ["Call", "InUse", "Running", "Use"]
 
 
 class Running:
@@ -43,6 +43,15 @@ class Running:
         return self.ended
 
     done = over
+
+
+class Call:
+    """A call that goes on; over at the latest when its frame is gone, whatever came between."""
+
+    __slots__ = ("__weakref__", "epoch")
+
+    def __init__(self) -> None:
+        self.epoch = fork.epoch()  # calls of another process do not go on in this one
 
 
 class Use:

@@ -196,7 +196,7 @@ class HostPool(HostBuffer):
         if self._arena.grant_of(offset) is not wait.grant or offset in self._waiting:
             return
         if not wait.users:
-            self._arena.give(offset)
+            self._arena.release(offset, wait.grant)
             return
         for use in wait.users:
             use.waiting.append(offset)
@@ -206,8 +206,7 @@ class HostPool(HostBuffer):
             self._give(offset, wait)
 
     def _give(self, offset: int, wait: _Wait) -> None:
-        if self._arena.grant_of(offset) is wait.grant:
-            self._arena.give(offset)
+        self._arena.release(offset, wait.grant)
         if self._waiting.get(offset) is wait:
             del self._waiting[offset]
             self._waiting_bytes -= wait.grant

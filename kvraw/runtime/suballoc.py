@@ -178,7 +178,7 @@ class Arena:
     def revoke(self, size: Size) -> None:
         """Take back what is still handed out of a grant, of which nobody knows: an exception came in between."""
         for offset in [at for at, found in list(self._live.items()) if found is size]:
-            self.give(offset)
+            self.release(offset, size)
 
     def holds(self, offset: int) -> bool:
         """Whether this offset is handed out."""
@@ -192,14 +192,15 @@ class Arena:
         KeyError
             They are not handed out.
         """
+        self.release(offset, self._live[offset])
+
+    def release(self, offset: int, grant: int) -> None:
+        """Take bytes back where they are still handed out by that grant."""
         begun = self._begin()
+        size = self._live.pop(offset) if self._live.get(offset) is grant else 0  # one line: nobody comes in between
         try:
-            size = self._live.pop(offset)
-        except KeyError:
-            self._end(begun)
-            raise
-        try:
-            self._join(offset, size)
+            if size:
+                self._join(offset, size)
         except (KeyError, IndexError):
             if self._rebuilds == begun:
                 raise
