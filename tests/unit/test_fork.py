@@ -193,7 +193,7 @@ def pool_wait(pool: kvraw.HostPool, chunk: kvraw.HostChunk) -> object:
 
 def test_forks_are_seen_to_in_one_place() -> None:
     """No lock but those of `fork`, or of what lives no longer than a call; no other hook."""
-    allowed = {"kvraw.runtime.fork", "kvraw.runtime.populate", "kvraw.runtime.shm"}
+    allowed = {"kvraw.runtime.fork", "kvraw.runtime.populate"}
     for path in (ROOT / "kvraw").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):
