@@ -9,6 +9,8 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from kvraw.runtime.fork import undivided
+
 if TYPE_CHECKING:
     from kvraw.batch import BatchCopy as BatchCopy
     from kvraw.batch import memcpy_batch as memcpy_batch
@@ -85,7 +87,8 @@ logging.getLogger("kvraw").addHandler(logging.NullHandler())
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'kvraw' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    with undivided():
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
 

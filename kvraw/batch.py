@@ -33,10 +33,10 @@ class BatchCopy:
         """Whether the copies are over; never waits."""
         return self._completion is None or self._completion.done()
 
-    def wait(self) -> None:
-        """Wait on the host until the copies are over."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait on the host until the copies are over; `TransferTimeoutError` where not after `timeout` seconds."""
         if self._completion is not None:
-            self._completion.wait()
+            self._completion.wait(timeout)
 
 
 def memcpy_batch(

@@ -20,6 +20,8 @@ from kvraw.runtime.memory import held_by, locate, locate_all
 
 __all__ = ["PagedCache"]
 
+_MOST_PLANS = 128
+
 
 def _views(tensors: Any, name: str = "tensors") -> Any:
     if isinstance(tensors, Mapping):
@@ -49,7 +51,7 @@ class PagedCache(Uncopied):
     readonly : bool
         A tensor says that it must not be written: the cache can be stored from, not loaded into.
     plans : dict
-        Transfer plans that were made for the cache, used again by later calls.
+        Transfer plans that were made for the cache, used again by later calls; some hundred at most.
     """
 
     def __init__(
@@ -178,6 +180,13 @@ class PagedCache(Uncopied):
         else:
             require_on_device("pointers", cache.bases, cache.layout.tensor_bytes(), device)
         return cache
+
+    def keep_plan(self, key: tuple[object, ...], plan: object) -> None:
+        """Keep a plan in `plans`; where they are many, the oldest half goes: chunks may come in any length."""
+        if len(self.plans) >= _MOST_PLANS:
+            for old in list(self.plans)[: _MOST_PLANS // 2]:
+                self.plans.pop(old, None)  # another thread may do the same
+        self.plans[key] = plan
 
     def without_plans(self) -> PagedCache:
         """The same cache for a plan that is kept in `plans`, which then is no cycle: what is dropped ends at once."""

@@ -13,6 +13,8 @@ from kvraw.addresses import in_reach, no_address
 from kvraw.arrays import ASK_DRIVER, U64, is_pointer, require_writable, tensor_view
 from kvraw.cache import require_host
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
+from kvraw.runtime.inflight import Operation
+from kvraw.runtime.inuse import Running
 from kvraw.runtime.memory import locate_all
 from kvraw.runtime.pool import ChunkKind, HostChunk, HostPool
 
@@ -85,7 +87,7 @@ class ChunkRow:
         A chunk that is to be written is read-only.
     """
 
-    __slots__ = ("_foreign", "addresses", "bits", "edges", "nbytes", "owners", "pools", "starts")
+    __slots__ = ("_foreign", "_versions", "addresses", "bits", "edges", "nbytes", "owners", "pools", "starts")
 
     def __init__(self, chunks: Sequence[Any], nbytes: int, written: bool) -> None:
         self.nbytes, self.bits = nbytes, -1
@@ -97,6 +99,7 @@ class ChunkRow:
         except TypeError:
             raise _no_row(chunks) from None
         self._foreign: list[tuple[int, int | None]] = []  # (position, device) of what is no chunk of a pool
+        self._versions: list[int] = []  # of the pools, before a look at their chunks
         pool = self._one_pool()
         if pool is not None:
             self.pools: list[HostPool] = [pool]
@@ -109,13 +112,14 @@ class ChunkRow:
         for at, chunk in enumerate(self.owners):
             if type(chunk) is HostChunk:
                 addresses[at], size = chunk.address, chunk.nbytes
-                if chunk.freed:
-                    raise ClosedError(f"chunks[{at}] was given back to its pool")
                 if chunk.pool is not last:
                     last = chunk.pool
                     last.require_open()
                     if last not in self.pools:
+                        self._versions.append(last.version)
                         self.pools.append(last)
+                if chunk.freed:
+                    raise ClosedError(f"chunks[{at}] was given back to its pool")
             else:
                 addresses[at], size, device = self._take(at, chunk, written)
                 self._foreign.append((at, device))
@@ -126,15 +130,34 @@ class ChunkRow:
     def _one_pool(self) -> HostPool | None:
         """The pool, where all are live chunks of one pool and of the right size: found out without a look at each."""
         try:
+            pool: HostPool = self.owners[0].pool
+            version = pool.version
             kinds = list(map(_kind_of, self.owners))
             kind = kinds[0]
         except (AttributeError, IndexError):
             return None
         if type(kind) is not ChunkKind or kind.nbytes != self.nbytes or kinds.count(kind) != len(kinds):
             return None
-        pool: HostPool = self.owners[0].pool
         pool.require_open()
+        self._versions.append(version)
         return pool
+
+    def borrow(self, operation: Operation | Running) -> None:
+        """Note an operation that uses the chunks with their pools, which look at them once more.
+
+        Raises
+        ------
+        ClosedError
+            Another thread freed one since the row was made, or closed its pool.
+        """
+        operation.uses = None if self._foreign else self.addresses  # what is no chunk may be a part of one
+        for pool, version in zip(self.pools, self._versions, strict=True):
+            pool.borrow_chunks(operation, version, self._require_live)
+
+    def _require_live(self) -> None:
+        for at, chunk in enumerate(self.owners):
+            if type(chunk) is HostChunk and chunk.freed:
+                raise ClosedError(f"chunks[{at}] was given back to its pool")
 
     def _take(self, at: int, chunk: Any, written: bool) -> tuple[int, int, int | None]:
         if is_pointer(chunk):

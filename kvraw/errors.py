@@ -76,7 +76,7 @@ class ClosedError(KvrawError, RuntimeError):
 
 
 class ForkError(KvrawError, RuntimeError):
-    """CUDA was initialised before a fork, and the child tried to use it."""
+    """A forked child tried to use what is its parent's alone: CUDA, pinned memory, a copy that was under way."""
 
 
 class HostMemoryError(KvrawError, MemoryError):

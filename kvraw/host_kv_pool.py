@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +18,16 @@ from kvraw.cache import PagedCache
 from kvraw.checks import Uncopied, integer
 from kvraw.engines.device_state import device_state
 from kvraw.engines.operands import Operands, check_distinct, check_host_index
-from kvraw.errors import BoundsError, ClosedError, LayoutError
+from kvraw.errors import BoundsError, ClosedError, LayoutError, TransferTimeoutError
 from kvraw.layerwise import LayerwiseLoad, one_layer
 from kvraw.layout import CacheLayout, Geometry, copy_plan, find_format
+from kvraw.pages import Pages
 from kvraw.plan import Side
 from kvraw.prepared import Copy, PreparedCopy, Reached
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
+from kvraw.runtime.inuse import Call
 from kvraw.runtime.pool import HostPool
 from kvraw.runtime.stream import stream_handle
 
@@ -107,11 +110,11 @@ class HostKVPool(Uncopied):
         (self._chunk,) = self._pool.chunks(1, each * planes)
         self.bases = np.array([self._chunk.address + k * each for k in range(planes)], np.uint64)
         self.page_size, self.tokens = page_size, tokens
-        self._lock = threading.RLock()
-        self._calls, self._idle, self._closing = 0, threading.Condition(self._lock), False
+        self._lock = fork.lock()
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._idle, self._closing = fork.condition(self._lock), False
         self._mine = _sides(self.layout)
-        self._used = np.zeros(geometry.blocks, bool)
-        self._free = list(range(geometry.blocks))[::-1]
+        self._book = Pages(geometry.blocks)
         self._steps = np.arange(page_size)
         self._partners: weakref.WeakKeyDictionary[PagedCache, _Partner] = weakref.WeakKeyDictionary()
 
@@ -136,8 +139,9 @@ class HostKVPool(Uncopied):
     @property
     def available(self) -> int:
         """Slots that are free."""
-        self._require_open()
-        return len(self._free) * self.page_size
+        with self._lock:
+            self._require_open()
+            return self._book.available * self.page_size
 
     def alloc(self, tokens: int) -> I64 | None:
         """Slots of whole pages for this many tokens, a multiple of the page size; None where too few are free."""
@@ -145,15 +149,18 @@ class HostKVPool(Uncopied):
         if tokens < 0 or tokens % self.page_size:
             raise BoundsError(f"tokens is {tokens}, must be a multiple of the page size, {self.page_size}")
         count = tokens // self.page_size
-        with self._lock:
-            self._require_open()
-            if count > len(self._free):
-                return None
-            left = len(self._free) - count
-            pages = np.array(self._free[left:][::-1], np.int64)
-            del self._free[left:]
-            self._used[pages] = True
-        return (pages[:, None] * self.page_size + self._steps).ravel()
+        number = self._book.number()
+        try:
+            # One line, here and below: an interrupt at the end of the block would come before its lock is free.
+            with self._lock: pages = self._take(count, number)  # fmt: skip # noqa: E701
+            return None if pages is None else (pages[:, None] * self.page_size + self._steps).ravel()
+        except BaseException:
+            with self._lock: self._book.revoke(number)  # fmt: skip # noqa: E701
+            raise
+
+    def _take(self, count: int, number: int) -> I64 | None:
+        self._require_open()
+        return self._book.take(count, number)
 
     def free(self, slots: Any) -> None:
         """Give the slots of whole pages back, once no copy uses them any more.
@@ -166,16 +173,14 @@ class HostKVPool(Uncopied):
             A page is not allocated (freed twice?), or stands twice; nothing is given back.
         """
         pages = self._pages(slots)
-        with self._lock:
-            self._require_open()
-            again = ~self._used[pages]
-            ordered = np.sort(pages)
-            twice = ordered[1:][ordered[1:] == ordered[:-1]]
-            if again.any() or len(twice):
-                page = int(pages[np.argmax(again)] if again.any() else twice[0])
-                raise ValueError(f"the page of slot {page * self.page_size} is not allocated (freed twice?)")
-            self._used[pages] = False
-            self._free += pages[::-1].tolist()
+        with self._lock: self._give(pages)  # fmt: skip # noqa: E701
+
+    def _give(self, pages: I64) -> None:
+        self._require_open()
+        page = self._book.first_unfit(pages)
+        if page is not None:
+            raise ValueError(f"the page of slot {page * self.page_size} is not allocated (freed twice?)")
+        self._book.give(pages)
 
     def numpy(self, plane: int = 0) -> np.ndarray:
         """A plane's bytes, shaped as its layout says; the last axis counts bytes."""
@@ -332,7 +337,7 @@ class HostKVPool(Uncopied):
             whole = whole and self._are_pages(index.host.reshape(-1, size))
             if written:  # whole pages: distinct where their first slots are
                 check_distinct(name, index.host[::size] if whole else index.host, 0)
-        if here.host is not None and not (used := self._used[here.host // self.page_size]).all():
+        if here.host is not None and not (used := self._book.taken[here.host // self.page_size]).all():
             at = int(np.argmin(used))
             raise BoundsError(f"slots[{at}] is {here.host[at]}, a slot that is not allocated")
         if not whole:
@@ -358,28 +363,51 @@ class HostKVPool(Uncopied):
     @contextmanager
     def _call(self) -> Iterator[None]:
         """Note a call before it enqueues anything: `close` waits for it, and then for the copies that it noted."""
-        with self._lock:
-            self._require_open()
-            self._calls += 1
+        call = Call()
         try:
+            with self._lock: self._enter(call)  # fmt: skip # noqa: E701
             yield
         finally:
-            with self._lock:
-                self._calls -= 1
-                if self._closing:
+            self._calls.discard(call)
+            if self._closing:
+                with self._lock:
                     self._idle.notify_all()
+
+    def _enter(self, call: Call) -> None:
+        self._require_open()
+        self._calls.add(call)
+
+    def _calls_here(self) -> int:
+        """Calls that go on; in a forked child, those of the parent's threads do not."""
+        return sum(call.epoch == fork.epoch() for call in list(self._calls))
 
     def _require_open(self) -> None:
         if self._closing:
             raise ClosedError("the pool is closed")
         self._pool.require_open()
 
-    def close(self) -> None:
-        """Wait for the calls and copies that use the pool and give the memory back. Idempotent."""
+    def close(self, timeout: float | None = 60.0) -> None:
+        """Wait for the calls and copies that use the pool and give the memory back. Idempotent.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait, with the GIL released; None: for ever.
+
+        Raises
+        ------
+        TransferTimeoutError
+            Some are still under way. New ones are refused, the memory stays, and `close` can be called again.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             self._closing = True
-            self._idle.wait_for(lambda: not self._calls)
-        self._pool.close()
+            while calls := self._calls_here():
+                left = 1.0 if end is None else end - time.monotonic()
+                if left <= 0:
+                    raise TransferTimeoutError(f"the pool is still used after {timeout} s by {calls} calls")
+                self._idle.wait(min(left, 1.0))
+        self._pool.close(None if end is None else max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> HostKVPool:
         self._require_open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +30,14 @@ class LayerwiseLoad:
         """Whether a layer, and those before it, is there; default: all of them. Never waits."""
         return self._copies[layer].done()
 
-    def wait(self) -> None:
-        """Wait on the host for all layers; raises `BoundsError` where a kernel met a bad slot."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait on the host for all layers; raises `BoundsError` where a kernel met a bad slot.
+
+        `TransferTimeoutError` where they are not there after `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
         for copy in self._copies:
-            copy.wait()
+            copy.wait(None if end is None else max(0.0, end - time.monotonic()))
 
 
 def one_layer(side: Side, bases: Reached, layer: int, planes: int) -> tuple[Side, Reached]:

@@ -48,10 +48,13 @@ class Copy:
         """Whether the copy is over; never waits."""
         return self._completion is None or self._completion.done()
 
-    def wait(self) -> None:
-        """Wait on the host until the copy is over; raises `BoundsError` where the kernel met a bad index."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait on the host until the copy is over; raises `BoundsError` where the kernel met a bad index.
+
+        `TransferTimeoutError` where it is not after `timeout` seconds.
+        """
         if self._completion is not None:
-            self._completion.wait()
+            self._completion.wait(timeout)
             if self._completion.error is not None:
                 raise self._completion.error
 

@@ -50,7 +50,7 @@ def _plan_for(
             check=check,
             ctas=ctas,
         )
-        cache.plans[key] = plan
+        cache.keep_plan(key, plan)
     return plan
 
 

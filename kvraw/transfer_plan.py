@@ -50,7 +50,7 @@ class Transfer(Uncopied):
         """Whether the copy is over; never waits."""
         return self._completion is None or self._completion.done()
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Wait on the host until the copy is over, with the GIL released.
 
         Of a transfer that was captured into a graph, this reports what replays met since the last call, and waits for
@@ -60,9 +60,11 @@ class Transfer(Uncopied):
         ------
         BoundsError
             The kernel met an index out of bounds (indices that lie on the device); such entries were left out.
+        TransferTimeoutError
+            It is not over after `timeout` seconds; it goes on, and can be waited for again.
         """
         if self._completion is not None:
-            self._completion.wait()
+            self._completion.wait(timeout)
             if self._completion.error is not None:
                 raise self._completion.error
 
@@ -231,14 +233,13 @@ class TransferPlan(Uncopied):
             src, dst = (paged, flat) if self.direction == "store" else (flat, paged)
             running = Running()  # another thread may free chunks or close their pool meanwhile
             try:
-                for pool in row.pools:
-                    pool.borrow(running)
+                row.borrow(running)
                 if self._cpu is not None:
                     self._cpu.copy(src, dst, skip, count)
                 else:
                     reference.copy(self.plan, src, dst, skip, count)
             finally:
-                running.end()
+                running.ended = True
         return Transfer(self, None, self._done)
 
     def _leading(self, skip: object) -> int:
@@ -277,8 +278,8 @@ class TransferPlan(Uncopied):
             operation = state.books.begin(own, captured=capturing)
             try:
                 # What a graph uses is its owner's to keep: it is never known to be over.
-                for pool in row.pools if not capturing else ():
-                    pool.borrow(operation)
+                if not capturing:
+                    row.borrow(operation)
                 if own != stream:
                     operation.follow(stream)
                 edges = tuple(row.edges)

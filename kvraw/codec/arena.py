@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from kvraw.runtime import fork
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
 
 __all__ = ["Arena", "give_arena", "offsets", "take_arena"]
 
 _ALIGNMENT = 256
-_lock = threading.RLock()
+_lock = fork.lock()
 _free: weakref.WeakKeyDictionary[CudaDriver, dict[int, list[Arena]]] = weakref.WeakKeyDictionary()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from kvraw.arrays import TensorView, host_bytes
 from kvraw.codec import args
 from kvraw.codec.operands import Job
 from kvraw.engines.cpu import in_parts
+from kvraw.runtime import fork
 
 __all__ = ["pack", "run_job"]
 
@@ -19,9 +21,11 @@ _SPLIT_SYMBOLS = 1 << 15  # fewer are done by the calling thread
 _NO_BYTES = np.zeros(0, np.uint8)
 
 
+@functools.cache
 def _kernels() -> ModuleType:
     try:
-        from kvraw.codec import cpu_kernels
+        with fork.undivided():
+            from kvraw.codec import cpu_kernels
     except ImportError as error:
         raise ImportError(f"the codec on the CPU needs numba, which cannot be imported: {error}") from error
     return cpu_kernels

@@ -19,6 +19,7 @@ from kvraw.engines.cpu import in_parts
 from kvraw.engines.grid import Launch, Operation
 from kvraw.errors import BoundsError, KvrawError, LayoutError
 from kvraw.ptx.loader import read_ptx
+from kvraw.runtime import fork
 from kvraw.runtime.module import ArgumentBlock, Kernel
 from kvraw.runtime.stream import stream_handle
 
@@ -96,9 +97,11 @@ def _gpu_kernel(name: str) -> Kernel:
     return Kernel(read_ptx(f"{name}.ptx"), f"kvraw_{name}")
 
 
+@functools.cache
 def _cpu_kernels() -> ModuleType:
     try:
-        from kvraw.codec import quantize_kernels
+        with fork.undivided():
+            from kvraw.codec import quantize_kernels
     except ImportError as error:
         raise ImportError(f"the codec on the CPU needs numba, which cannot be imported: {error}") from error
     return quantize_kernels

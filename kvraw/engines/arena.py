@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 from kvraw import config
+from kvraw.runtime import fork
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import DeviceBuffer
 from kvraw.runtime.stream import Stream
@@ -63,7 +63,7 @@ class StagingRing:
     """
 
     def __init__(self, device: int, nbytes: int, depth: int) -> None:
-        self.lock = threading.RLock()
+        self.lock = fork.lock()
         self.nbytes = nbytes
         self.copies, self.packs = Stream(device), Stream(device)
         self._slots: list[_Slot] = []
@@ -102,7 +102,7 @@ class StagingArena:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._lock = threading.RLock()
+        self._lock = fork.lock()
         self._rings: dict[str, StagingRing] = {}
 
     def ring(self, direction: str) -> StagingRing:

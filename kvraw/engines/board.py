@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Completion, Operation
 from kvraw.runtime.memory import PinnedBuffer
@@ -86,7 +86,7 @@ class Board:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._lock = threading.RLock()
+        self._lock = fork.lock()
         self._blocks: list[PinnedBuffer] = []
         self._pages: list[memoryview[int]] = []
         self._tickets: list[Ticket] = []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from types import ModuleType
@@ -16,7 +18,9 @@ import numpy as np
 from kvraw import config
 from kvraw.arrays import U64
 from kvraw.engines.operands import Operands
+from kvraw.errors import ForkError
 from kvraw.plan import CopyPlan, Side
+from kvraw.runtime import fork
 from kvraw.runtime.cgroup import usable_cores
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ _SPLIT_BYTES = 1 << 20  # less is done by the calling thread: handing work over 
 _STREAM_BYTES = 8 << 20  # above about a last-level cache's share, stores go past the caches
 _NO_INDEX = np.zeros(0, np.int64)
 
-_lock = threading.RLock()
+_lock = fork.lock()
 _pool: ThreadPoolExecutor | None = None
 _pool_key = (0, 0)
 
@@ -38,16 +42,19 @@ def threads() -> int:
     return config.CPU_THREADS.get() or min(usable_cores(), 8)
 
 
+@functools.cache
 def _kernels() -> ModuleType:
     try:
-        from kvraw.engines import cpu_kernels
+        with fork.undivided():
+            from kvraw.engines import cpu_kernels
     except ImportError as error:
         raise ImportError(f"the CPU engine needs numba, which cannot be imported: {error}") from error
     return cpu_kernels
 
 
 def _executor(workers: int) -> ThreadPoolExecutor:
-    from concurrent.futures import ThreadPoolExecutor  # at the exit of the process, this raises as `submit` does
+    with fork.undivided():
+        from concurrent.futures import ThreadPoolExecutor  # at the exit of the process, this raises as `submit` does
 
     global _pool, _pool_key
     with _lock:
@@ -58,61 +65,95 @@ def _executor(workers: int) -> ThreadPoolExecutor:
 
 
 class _Crew:
-    """Stretches of work that the calling thread and those of the pool take, one after the other."""
+    """Stretches of work that the calling thread and those of the pool take, one after the other.
+
+    A thread of the pool may end anywhere, as where memory is short. So nobody waits for its word alone: it is busy
+    while it stands in `_busy`, its future is not over and this process is the one that it was begun in; and a stretch
+    is done where it says so.
+    """
 
     def __init__(self, work: Callable[[int, int], None], stretches: list[tuple[int, int]]) -> None:
         self._work: Callable[[int, int], None] | None = work
-        self._left = deque(stretches)
-        self._changed = threading.Condition()
-        self._busy = 0
+        self._stretches = stretches
+        self._left = deque(range(len(stretches)))
+        self._done = bytearray(len(stretches))
+        self._busy: set[int] = set()
+        self._helpers: list[Future[None]] = []
+        self._ended = threading.Event()
+        self._epoch = fork.epoch()
         self.errors: list[BaseException] = []
 
-    def _next(self) -> tuple[int, int] | None:
+    def _next(self) -> int | None:
         try:
             return self._left.popleft()
         except IndexError:
             return None
 
-    def help_out(self) -> None:
+    def call(self, pool: ThreadPoolExecutor) -> None:
+        """Have a thread of the pool help, as soon as it can."""
+        self._helpers.append(pool.submit(self.help_out, len(self._helpers)))
+
+    def help_out(self, me: int) -> None:
         """Do what is left; on a thread of the pool, however late it gets to it."""
-        while True:
-            with self._changed:
-                stretch, work = self._next(), self._work
-                if stretch is None or work is None:
-                    return
-                self._busy += 1
-            try:
-                work(*stretch)
-            except BaseException as error:
-                self.errors.append(error)
-            del work  # what it holds is the caller's alone once this thread is no longer busy
-            with self._changed:
-                self._busy -= 1
-                if not self._busy:
-                    self._changed.notify_all()
+        try:
+            # Busy before it looks whether there is work: who clears the work away looks afterwards whether anyone is.
+            self._busy.add(me)
+            work = self._work
+            while work is not None and (k := self._next()) is not None:
+                work(*self._stretches[k])
+                self._done[k] = 1
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            work = None  # what it holds is the caller's alone once this thread is no longer busy
+            self._busy.discard(me)
+            self._ended.set()
 
     def lead(self) -> None:
         """Do what is left; on the calling thread."""
         work = self._work
         assert work is not None
-        while (stretch := self._next()) is not None:
-            work(*stretch)
+        while (k := self._next()) is not None:
+            work(*self._stretches[k])
+            self._done[k] = 1
 
     def dismiss(self) -> None:
         """Begin nothing more, and wait for what is under way: also where a signal raises meanwhile, and then raise."""
-        raised = None
+        raised: BaseException | None = None
         while True:
             try:
-                with self._changed:
-                    self._left.clear()
-                    while self._busy:
-                        self._changed.wait()
-                    self._work = None  # a thread may still have this crew in its queue
+                self._left.clear()
+                self._work = None  # a thread may still have this crew in its queue
+                while self._under_way():
+                    self._ended.clear()
+                    if self._under_way():
+                        self._ended.wait(0.05)
                 break
+            except MemoryError as error:  # of the waiting
+                raised = raised or error
+                time.sleep(0.001)
             except BaseException as error:
                 raised = error
         if raised is not None:
             raise raised
+
+    def _under_way(self) -> bool:
+        if self._epoch != fork.epoch():  # a signal handler forked: the threads are the parent's
+            return False
+        busy = self._busy
+        for me, helper in enumerate(self._helpers):
+            if me in busy and not helper.done():
+                return True
+        return len(self._helpers) in busy  # `submit` was interrupted
+
+    def require_done(self) -> None:
+        """Raise what a thread met, or where one ended without a word."""
+        if self._epoch != fork.epoch():
+            raise ForkError("the process was forked in the midst of a copy of the CPU engine; this is the child")
+        if self.errors:
+            raise self.errors[0]
+        if not all(self._done):
+            raise MemoryError("a thread of the CPU engine ended before its part was done")
 
 
 def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
@@ -121,23 +162,19 @@ def _run(work: Callable[[int, int], None], bounds: list[int]) -> None:
     if len(stretches) == 1:
         work(*stretches[0])
         return
+    # Nothing to do, but to compile: at most one thread does, and none of the pool's, which may lack the memory for it.
+    work(bounds[0], bounds[0])
     crew = _Crew(work, stretches)
-    helpers: list[Future[None]] = []
     try:
         # At the exit of the process, and where no thread can be had, this thread does what the others would.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, MemoryError):
             pool = _executor(threads() - 1)
             for _ in stretches[1:]:
-                helpers.append(pool.submit(crew.help_out))
+                crew.call(pool)
         crew.lead()
     finally:
-        try:
-            for helper in helpers:
-                helper.cancel()
-        finally:
-            crew.dismiss()
-    if crew.errors:
-        raise crew.errors[0]
+        crew.dismiss()
+    crew.require_done()
 
 
 def in_parts(work: Callable[[int, int], None], count: int, most: int) -> None:

@@ -10,14 +10,17 @@ import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba.core import cgutils, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from kvraw.engines import cpu_plain
 from kvraw.engines.cpu_cache import KernelCache
+from kvraw.runtime import fork
 
 __all__ = ["COMPILED", "copy_batch", "copy_items", "jit", "primitive"]
 
 COMPILED = not numba.config.DISABLE_JIT
+fork.wait_for(global_compiler_lock._lock)  # kernels are compiled at their first calls
 
 _LINE = 64  # bytes of a cache line: the unit of a streaming store
 _STREAM_FROM = 192  # shorter runs: the unaligned ends outweigh what streaming saves

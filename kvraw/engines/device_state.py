@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import weakref
 from collections import defaultdict
 
@@ -12,6 +11,7 @@ import numpy as np
 from kvraw.arrays import U64
 from kvraw.engines.arena import StagingArena
 from kvraw.engines.board import Board
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope, generation, reset_error, tie
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.inflight import InFlight
@@ -56,7 +56,7 @@ class DeviceState:
         self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")
         self.arena = StagingArena(device)
         self.noted: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
-        self._lock = threading.RLock()
+        self._lock = fork.lock()
         self._side: dict[str, Stream] = {}
         self._uploads: dict[int, list[Upload]] = defaultdict(list)
         self.generation = generation(device)
@@ -100,7 +100,7 @@ class DeviceState:
 
 
 _NONE: dict[int, DeviceState] = {}
-_lock = threading.RLock()
+_lock = fork.lock()
 _states: weakref.WeakKeyDictionary[CudaDriver, dict[int, DeviceState]] = weakref.WeakKeyDictionary()
 
 

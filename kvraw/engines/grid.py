@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvraw.engines.device_state import DeviceState, Upload, device_state
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Completion
@@ -111,7 +111,7 @@ class Launch:
         self._words: memoryview[int] = memoryview(block.record.view("u1").data).cast("B").cast("Q")
         self._addresses = tuple(fields[name][1] // 8 for name in addresses)
         self._status = fields["status"][1] // 8
-        self._lock = threading.RLock()
+        self._lock = fork.lock()
         with DeviceScope(device):
             self._state: DeviceState = device_state(device)
             self._handle = kernel.handle()

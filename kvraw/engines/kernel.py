@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from kvraw.engines.operands import Operands
 from kvraw.errors import BoundsError, UnsupportedDriverError
 from kvraw.plan import CopyPlan
 from kvraw.ptx.loader import read_ptx
+from kvraw.runtime import fork
 from kvraw.runtime.driver import CudaDriver
 from kvraw.runtime.inflight import Operation
 from kvraw.runtime.module import ArgumentBlock, Kernel
@@ -127,7 +127,7 @@ class KernelPlan:
         self._short = self._block.record.view(np.uint32)
         # To write one word through this takes half as long as through the array.
         self._words: memoryview[int] = memoryview(self._block.record.view("u1").data).cast("B").cast("Q")
-        self._lock = threading.RLock()
+        self._lock = fork.lock()
         self._kind: tuple[object, ...] = ()
         self._kinds: dict[tuple[object, ...], tuple[list[_Piece], int, list[int]]] = {}
         self._pieces: list[_Piece] = []

@@ -31,6 +31,7 @@ from kvraw.engines.operands import require_index
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.ptx.loader import read_ptx
 from kvraw.rope import args
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import locate
@@ -296,9 +297,11 @@ class Call:
             return launch.enqueue(stream, (self._rotation, *self._positions), upload)
 
 
+@functools.cache
 def _kernels() -> ModuleType:
     try:
-        from kvraw.rope import cpu_kernels
+        with fork.undivided():
+            from kvraw.rope import cpu_kernels
     except ImportError as error:
         raise ImportError(f"key re-rotation on the CPU needs numba, which cannot be imported: {error}") from error
     return cpu_kernels

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import weakref
-from collections import deque
 from types import TracebackType
 from typing import TypeVar
 
@@ -21,6 +18,7 @@ from kvraw.errors import (
     PlacementError,
     TransferTimeoutError,
 )
+from kvraw.runtime import fork
 from kvraw.runtime.context import device_to_pin, gpu_at_hand, require_device, tie
 from kvraw.runtime.driver import driver, usable_here
 from kvraw.runtime.facts import HostFacts, observe
@@ -137,7 +135,7 @@ class HostBuffer(InUse, Uncopied):
         self._memory, self._options = memory, options
         self._bytes = memory.array()  # the last view of it gives the memory back
         InUse.__init__(self)
-        self._pin_lock = threading.RLock()
+        self._pin_lock = fork.lock()
         self._preparation: Preparation | None = None
         self._growth: Growth | None = None
         self._facts: HostFacts | None = None
@@ -339,6 +337,12 @@ class HostBuffer(InUse, Uncopied):
 
     # lifetime
 
+    def _in_child(self) -> None:
+        super()._in_child()
+        growing = self._growth is not None and self._ready < self.nbytes
+        self._forked |= growing or bool(self._memory.registrations) or self._memory.kind == "pinned"
+        self._growth = None
+
     @property
     def _noun(self) -> str:
         return "buffer"
@@ -402,13 +406,9 @@ class HostBuffer(InUse, Uncopied):
 
 
 def _in_child() -> None:
-    """In a forked child: other threads' locks are nobody's, threads are gone, and what was pinned is not there."""
+    """In a forked child: other threads are gone, and what was pinned is not there."""
     for buffer in list(_live):
-        buffer._lock, buffer._pin_lock = threading.RLock(), threading.RLock()
-        buffer._busy = deque(buffer._on_devices())
-        growing = buffer._growth is not None and buffer._ready < buffer.nbytes
-        buffer._forked = growing or bool(buffer._memory.registrations) or buffer._memory.kind == "pinned"
-        buffer._growth = None
+        buffer._in_child()
 
 
-os.register_at_fork(after_in_child=_in_child)
+fork.in_child(_in_child)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -10,6 +9,7 @@ from typing import Protocol
 
 from kvraw.checks import integer
 from kvraw.errors import ClosedError, DriverError, PlacementError
+from kvraw.runtime import fork
 from kvraw.runtime.driver import CudaDriver, driver, driver_here, usable_here
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "tie",
 ]
 
-_lock = threading.RLock()  # as all locks here: a finalizer may run in the midst of what its own thread has locked
+_lock = fork.lock()  # as all locks here: a finalizer may run in the midst of what its own thread has locked
 _NONE: dict[int, int] = {}
 _NO_MARKS: dict[int, tuple[int, int]] = {}
 # Primary contexts by device, retained for good.

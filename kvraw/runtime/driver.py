@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
+from kvraw.runtime import fork
 from kvraw.runtime.direct_calls import BatchCopy, PointerAttributes, PointerInfo, Relaxed
 from kvraw.runtime.driver_ctypes import EnqueueCalls
 from kvraw.runtime.startup import hiding_file, meaning
@@ -292,19 +292,20 @@ class CudaDriver(EnqueueCalls):
         self._undisturbed("cuKernelGetFunction", kernel)
 
 
-_lock = threading.RLock()
+_lock = fork.lock()
 _driver: CudaDriver | None = None
 _absent: DriverNotFoundError | UnsupportedDriverError | None = None
 _pid = 0
-_forked = False  # this is the child of a process that had started the driver
+_starting = False
+_forked = False  # this is the child of a process that had started the driver, or was about to
 
 
 def _after_fork() -> None:
     global _forked
-    _forked = _driver is not None
+    _forked = _driver is not None or _starting
 
 
-os.register_at_fork(after_in_child=_after_fork)
+fork.in_child(_after_fork)
 
 
 def driver() -> CudaDriver:
@@ -319,7 +320,7 @@ def driver() -> CudaDriver:
     ForkError
         It was started in a parent process.
     """
-    global _driver, _absent, _pid
+    global _driver, _absent, _pid, _starting
     if _driver is not None and not _forked:
         return _driver
     if _forked:
@@ -329,11 +330,15 @@ def driver() -> CudaDriver:
             if _absent is not None:
                 # A new one each time: a kept exception would hold the frames, and their memory, of whoever caught it.
                 raise type(_absent)(*_absent.args)
+            _starting, _pid = True, os.getpid()
             try:
-                _driver, _pid = CudaDriver(), os.getpid()
+                with fork.undivided():
+                    _driver = CudaDriver()
             except (DriverNotFoundError, UnsupportedDriverError) as error:
                 _absent = type(error)(*error.args)
                 raise
+            finally:
+                _starting = False
     return _driver
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from kvraw.errors import DriverError
+from kvraw.errors import DriverError, TransferTimeoutError
+from kvraw.runtime import fork
 from kvraw.runtime.driver import driver, relaxed
 
 __all__ = ["Captured", "Completion", "InFlight", "Operation"]
@@ -27,13 +29,17 @@ class Completion:
     ----------
     error : Exception or None
         What it met, once it is over.
+    lost : bool
+        It failed, and nothing will ever tell whether what was enqueued for it is over.
     told : bool
         Somebody learns the error; else it is logged.
+    uses : numpy.ndarray of uint64, or None
+        Addresses of the chunks that it uses, where it is known.
     """
 
     __slots__ = (
-        *("__weakref__", "_books", "_event", "_pending", "_refs", "_reports", "_settle", "error", "told"),
-        "stream",
+        *("__weakref__", "_books", "_event", "_pending", "_refs", "_reports", "_settle", "error", "lost", "told"),
+        *("stream", "uses"),
     )
 
     def __init__(self, books: InFlight, event: int | None, stream: int | None) -> None:
@@ -41,7 +47,8 @@ class Completion:
         self.error: Exception | None = None
         self._books = books
         self._event = event
-        self._pending = self.told = False
+        self._pending = self.told = self.lost = False
+        self.uses: Any = None
         self._refs: object = None
         self._reports: tuple[Settle, ...] = ()
         self._settle: tuple[Settle, ...] = ()
@@ -75,10 +82,19 @@ class Completion:
                 self._finish()
         return True
 
-    def wait(self) -> None:
-        """Wait on the host until the operation is over, with the GIL released; kept where it is over already."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait on the host until the operation is over, with the GIL released; kept where it is over already.
+
+        Raises
+        ------
+        TransferTimeoutError
+            It is not after `timeout` seconds; it goes on.
+        """
         self.told = True
         event = self._event
+        if timeout is not None:
+            self._wait_until(time.monotonic() + timeout, timeout)
+            return
         if event is None or self.done():
             return
         driver().event_synchronize(event)
@@ -86,6 +102,15 @@ class Completion:
             if self._event is not None:
                 self._finish()
         self._books.let_go()
+
+    def _wait_until(self, deadline: float, timeout: float) -> None:
+        pause = 20e-6
+        while not self.done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferTimeoutError(f"{self!r}: not after {timeout} s")
+            time.sleep(min(pause, left))
+            pause = min(pause * 2, 1e-3)
 
     def wait_on(self, stream: int) -> None:
         """Make a stream of the same device wait until the operation is over."""
@@ -136,7 +161,7 @@ class Captured(Completion):
         super().__init__(books, None, None)
         self._refs, self._reports, self._settle = refs, reports, settle  # the last is never called
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Take up what replays reported since the last call; waits for nothing."""
         self.error = _run(self._reports)
 
@@ -162,7 +187,7 @@ class Operation(Completion):
         self.stream, self.error = stream, None
         self._books, self.captured = books, captured
         self._event = None if captured else books.take_event()
-        self._pending, self.told = True, False
+        self._pending, self.told, self.lost, self.uses = True, False, False, None
         self._refs, self._reports, self._settle = None, (), ()
         self.enqueued: list[int] = []
 
@@ -218,6 +243,7 @@ class Operation(Completion):
                 self._books.lost.append((settle, refs))  # never used again: work may still hold it
             # What is lost counts as under way for ever: so does the memory that it borrowed.
             self._event, self._reports, self._settle, self._refs, self._pending = None, (), (), None, not over
+            self.lost = not over
         if over:
             if event is not None:
                 self._books.give_event(event)
@@ -229,7 +255,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self.owner = driver()
-        self.settle_lock = threading.RLock()
+        self.settle_lock = fork.lock()
         self._open: deque[Completion] = deque()
         self._events: list[int] = []
         self._begun = 0

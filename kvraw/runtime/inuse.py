@@ -1,38 +1,85 @@
-"""Which transfers use a piece of memory, in the order they were enqueued."""
+"""Which transfers use a piece of memory, and which parts of it."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
+from typing import Any
 
 from kvraw.errors import DriverError, TransferTimeoutError
+from kvraw.runtime import fork
 from kvraw.runtime.driver import relaxed
 from kvraw.runtime.inflight import Completion
 
-__all__ = ["InUse", "Running"]
+__all__ = ["Call", "InUse", "Running", "Use"]
 
 
 class Running:
-    """A thread's own work on memory, for `InUse.borrow`: over once `end` was called."""
+    """A thread's own work on memory, for `InUse.borrow`.
 
-    __slots__ = ("_over", "_thread")
+    Parameters
+    ----------
+    uses : numpy.ndarray of uint64, optional
+        Addresses of the chunks that it uses; None: all of the memory.
 
-    def __init__(self) -> None:
-        self._over, self._thread = False, threading.current_thread().name
+    Attributes
+    ----------
+    ended : bool
+        To be set when it is over; no call, which an interrupt could come before.
+    """
+
+    __slots__ = ("_thread", "ended", "stream", "uses")
+
+    def __init__(self, uses: Any = None) -> None:
+        self.ended, self._thread, self.uses = False, threading.current_thread().name, uses
+        self.stream = -threading.get_ident()  # a thread's works are one after the other
 
     def __repr__(self) -> str:
         return f"a transfer of thread {self._thread}"
 
-    def end(self) -> None:
-        """The work is over."""
-        self._over = True
-
     def over(self) -> bool:
         """Whether it is."""
-        return self._over
+        return self.ended
 
     done = over
+
+
+class Call:
+    """A call that goes on; over at the latest when its frame is gone, whatever came between."""
+
+    __slots__ = ("__weakref__", "epoch")
+
+    def __init__(self) -> None:
+        self.epoch = fork.epoch()  # calls of another process do not go on in this one
+
+
+class Use:
+    """One operation that uses the memory.
+
+    Attributes
+    ----------
+    over : bool
+        It is known to be over.
+    waiting : list of int
+        What was freed and may be handed out again only then.
+    """
+
+    __slots__ = ("_addresses", "completion", "over", "waiting")
+
+    def __init__(self, completion: Completion | Running) -> None:
+        self.completion, self.over = completion, False
+        self.waiting: list[int] = []
+        self._addresses: frozenset[int] | None = None
+
+    def of(self, addresses: set[int]) -> set[int]:
+        """Which of some chunks it uses, by their addresses."""
+        if self._addresses is None:
+            uses = getattr(self.completion, "uses", None)
+            if uses is None:
+                return addresses
+            self._addresses = frozenset(uses.tolist())  # only now: most operations are over before a chunk is freed
+        return addresses & self._addresses
 
 
 class InUse:
@@ -40,9 +87,16 @@ class InUse:
 
     def __init__(self) -> None:
         # Re-entrant: a transfer that is found to be over lets go of its arguments, whose end may lead back here.
-        self._lock = threading.RLock()
-        self._busy: deque[tuple[int, Completion | Running]] = deque()  # the front is not known to be over
-        self._sequence = 0
+        self._lock = fork.lock()
+        # By stream, in order: where the front is under way, so is what is behind it.
+        self._queues: dict[object, deque[Use]] = {}
+        self._lost: list[Use] = []  # never known to be over: they hold up nobody but what they use
+        self._borrowed = 0
+
+    @property
+    def _busy(self) -> list[Use]:
+        """What may be under way."""
+        return [use for queue in list(self._queues.values()) for use in list(queue)] + self._lost
 
     def borrow(self, completion: Completion | Running) -> None:
         """Note an operation that uses this memory; `close`, and the reuse of what is freed later, wait for it.
@@ -50,21 +104,29 @@ class InUse:
         To be called ahead of the enqueueing: memory that another thread frees meanwhile is then not handed out again.
         """
         with self._lock:
-            self._sequence += 1
-            self._busy.append((self._sequence, completion))
-            if len(self._busy) % 64 == 0:
+            self._queues.setdefault(getattr(completion, "stream", None), deque()).append(Use(completion))
+            self._borrowed += 1
+            if self._borrowed % 64 == 0:
                 self._settle()
 
-    def _on_devices(self) -> list[tuple[int, Completion | Running]]:
+    def _on_devices(self) -> list[Use]:
         """What may be under way and is not the work of a thread."""
-        return [one for one in self._busy if type(one[1]) is not Running]
+        return [use for use in self._busy if type(use.completion) is not Running]
+
+    def _in_child(self) -> None:
+        """In a forked child: the threads of the parent are gone, and so is their work."""
+        for use in self._busy:
+            if type(use.completion) is Running:
+                use.over = True
+        self._lost = [use for use in self._lost if not use.over]
+        self._queues = {key: deque(u for u in queue if not u.over) for key, queue in self._queues.items()}
 
     def _settle(self) -> None:
-        """Forget the operations at the front that are over. The lock is held.
+        """Forget the operations that are over. The lock is held.
 
         Where the driver does not tell, they count as under way: whoever waits for them learns the error.
         """
-        if not self._busy:
+        if not self._queues and not self._lost:
             return
         try:
             with relaxed():
@@ -73,13 +135,43 @@ class InUse:
             return
 
     def _forget(self) -> None:
-        while self._busy:
-            first = self._busy[0]
-            if not first[1].over():
-                return
+        failed: DriverError | None = None
+        for use in list(self._lost):
+            if use.completion.over():
+                self._end(use)
+                self._lost = [one for one in self._lost if one is not use]
+        for key in list(self._queues):
+            queue = self._queues.get(key)
+            if queue is None:
+                continue
+            try:
+                self._forget_one(queue)
+            except DriverError as error:
+                failed = failed or error
+            if not queue:
+                self._queues.pop(key, None)
+        if failed is not None:
+            raise failed
+
+    def _forget_one(self, queue: deque[Use]) -> None:
+        while queue:
+            first = queue[0]
+            over = first.completion.over()
             # A finalizer may have come here in the meantime, in this very thread.
-            if self._busy and self._busy[0] is first:
-                self._busy.popleft()
+            if not queue or queue[0] is not first:
+                continue
+            if over:
+                self._end(first)
+            elif getattr(first.completion, "lost", False):
+                self._lost.append(first)
+            else:
+                return
+            if queue and queue[0] is first:
+                queue.popleft()
+
+    def _end(self, use: Use) -> None:
+        """An operation is over; at times more than once."""
+        use.over = True
 
     def _wait_idle(self, timeout: float | None, what: str) -> None:
         """Wait until nothing is under way, with the GIL released."""
@@ -87,10 +179,10 @@ class InUse:
         pause = 20e-6
         while True:
             with self._lock:
-                if self._busy:
+                if self._queues or self._lost:
                     with relaxed():
                         self._forget()
-                left = [completion for _, completion in self._busy]
+                left = [use.completion for use in self._busy]
             if not left:
                 return
             if deadline is not None and time.monotonic() >= deadline:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 
 from kvraw.errors import DriverError, UnsupportedDriverError
+from kvraw.runtime import fork
 from kvraw.runtime.context import tie
 from kvraw.runtime.driver import CudaDriver, driver
 
 __all__ = ["ArgumentBlock", "Kernel", "no_compiler"]
 
-_lock = threading.RLock()
+_lock = fork.lock()
 # What stands in the way of compiling PTX, by the driver's result, and what to change.
 _NO_COMPILER = {
     221: "install libnvidia-ptxjitcompiler.so.1 of the driver's version (in a container, the capability 'compute')",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,9 @@ from kvraw.checks import Uncopied, integer
 from kvraw.errors import BoundsError, ClosedError, HostMemoryError
 from kvraw.runtime.buffer import HostBuffer
 from kvraw.runtime.host_map import HostMemory, HostOptions
-from kvraw.runtime.suballoc import Arena
+from kvraw.runtime.inflight import Completion
+from kvraw.runtime.inuse import Running, Use
+from kvraw.runtime.suballoc import Arena, Size
 
 __all__ = ["HostChunk", "HostPool"]
 
@@ -22,10 +24,21 @@ __all__ = ["HostChunk", "HostPool"]
 class ChunkKind:
     """What live chunks of one pool and size have in common: one object, so that a whole row is checked at once."""
 
-    __slots__ = ("nbytes",)
+    __slots__ = ("__weakref__", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+
+
+class _Wait(NamedTuple):
+    """What was freed: the grant it is of, and the operations that may still use it."""
+
+    grant: int
+    users: tuple[Use, ...]
+
+    def over(self) -> bool:
+        """Whether nothing uses it any more."""
+        return all(use.over for use in self.users)
 
 
 class HostChunk(Uncopied):
@@ -95,6 +108,11 @@ class HostPool(HostBuffer):
     limit : int, optional
         Most bytes handed out at a time, chunks rounded up to 4096; can be changed later.
 
+    Attributes
+    ----------
+    version : int
+        Another one whenever a chunk was freed.
+
     Raises
     ------
     HostMemoryError
@@ -123,10 +141,13 @@ class HostPool(HostBuffer):
     def _adopt(self, memory: HostMemory, target: int | None, options: HostOptions) -> None:
         self.limit = None
         self._arena = Arena()
-        self._kinds: dict[int, ChunkKind] = {}
-        self._waiting: deque[tuple[int, int]] = deque()  # (sequence of the last operation before the free, offset)
+        self._kinds: weakref.WeakValueDictionary[int, ChunkKind] = weakref.WeakValueDictionary()
+        self._waiting: dict[int, _Wait] = {}  # what was freed and may still be used, by offset
         self._waiting_bytes = 0
-        self._allocations = self._frees = self._failures = self._peak = 0
+        self._freeing: tuple[HostChunk, int, _Wait] | None = None  # a free that has begun
+        self._torn, self._repairs = False, 0  # something did not come to its end
+        self.version = 0
+        self._allocations = self._failures = self._peak = 0
         self._start_offset = -memory.address % self.ALIGNMENT  # of borrowed memory
         super()._adopt(memory, target, options)
 
@@ -142,14 +163,65 @@ class HostPool(HostBuffer):
         if end > start:
             self._arena.extend(start, end - start)
 
-    def _settle(self) -> None:
-        """Give the arena back what was freed before operations that are all over by now. The lock is held."""
-        super()._settle()
-        over = self._busy[0][0] if self._busy else self._sequence + 1
-        while self._waiting and self._waiting[0][0] < over:
-            _, offset = self._waiting.popleft()
-            self._waiting_bytes -= self._arena.size_of(offset)
-            self._arena.give(offset)
+    # Who changes the books calls `_begin` and `_finish`; what an interrupt, a finalizer, a signal handler or a fork
+    # left between them, the next one brings to its end. What is true: the arena, `HostChunk.kind`, `_waiting`.
+
+    def _begin(self) -> int:
+        if self._torn:
+            self._repair()
+        self._torn = True
+        return self._repairs
+
+    def _finish(self, begun: int) -> None:
+        self._torn = self._repairs != begun
+
+    def _repair(self) -> None:
+        self._repairs += 1
+        freeing, self._freeing = self._freeing, None
+        if freeing is not None and freeing[0].freed:
+            self._freeing = freeing
+            self._put_aside(*freeing[1:])
+            self._freeing = None
+        for offset, wait in list(self._waiting.items()):
+            if self._arena.grant_of(offset) is not wait.grant:
+                self._waiting.pop(offset, None)
+            elif wait.over():
+                self._give(offset, wait)
+        self._waiting_bytes = sum(map(int, [wait.grant for wait in self._waiting.values()]))
+        self.version += 1
+        self._torn = False
+
+    def _put_aside(self, offset: int, wait: _Wait) -> None:
+        """Give the arena what was freed, or have it wait for what uses it; at times more than once."""
+        if self._arena.grant_of(offset) is not wait.grant or offset in self._waiting:
+            return
+        if not wait.users:
+            self._arena.release(offset, wait.grant)
+            return
+        for use in wait.users:
+            use.waiting.append(offset)
+        self._waiting[offset] = wait
+        self._waiting_bytes += wait.grant
+        if wait.over():  # in the meantime
+            self._give(offset, wait)
+
+    def _give(self, offset: int, wait: _Wait) -> None:
+        self._arena.release(offset, wait.grant)
+        if self._waiting.get(offset) is wait:
+            del self._waiting[offset]
+            self._waiting_bytes -= wait.grant
+
+    def _end(self, use: Use) -> None:
+        """Give the arena back what waited for this operation as the last one. The lock is held."""
+        super()._end(use)
+        if not use.waiting:
+            return
+        begun = self._begin()
+        for offset in list(use.waiting):
+            wait = self._waiting.get(offset)
+            if wait is not None and wait.over():
+                self._give(offset, wait)
+        self._finish(begun)
 
     def chunks(self, count: int, nbytes: int, *, timeout: float = 0.0) -> list[HostChunk]:
         """`count` chunks of `nbytes` each, aligned to 4096 bytes; all or none.
@@ -168,42 +240,49 @@ class HostPool(HostBuffer):
         count, nbytes = integer("count", count), integer("nbytes", nbytes)
         if count < 0 or nbytes <= 0:
             raise BoundsError(f"count is {count}, nbytes {nbytes}: must be >= 0 and > 0")
-        size = -(-nbytes // self.ALIGNMENT) * self.ALIGNMENT
+        size = Size(-(-nbytes // self.ALIGNMENT) * self.ALIGNMENT)
         deadline = time.monotonic() + timeout
-        while True:
-            with self._lock:
-                found = self._take(count, size)
-                if found is None and self._waiting:
-                    self._settle()
-                    found = self._take(count, size)
+        try:
+            while True:
+                # One line, here and below: an interrupt at the end of the block would come before its lock is free.
+                with self._lock: found = self._hand_out(count, nbytes, size, deadline)  # fmt: skip # noqa: E701
                 if found is not None:
-                    self._allocations += count
-                    self._peak = max(self._peak, self._in_use())
-                    kind = self._kinds.setdefault(nbytes, ChunkKind(nbytes))
-                    return [HostChunk(self, self.address + offset, nbytes, kind) for offset in found]
-                growing = self._growth is not None and self._growth.running
-                if not (self._waiting or growing) or time.monotonic() >= deadline:
-                    self._failures += 1
-                    raise HostMemoryError(self._shortage(count, nbytes, size, growing))
-            time.sleep(200e-6)
-            self.require_open()
+                    return found
+                time.sleep(200e-6)
+                self.require_open()
+        except BaseException:
+            with self._lock: self._arena.revoke(size)  # fmt: skip # noqa: E701
+            raise
+
+    def _hand_out(self, count: int, nbytes: int, size: Size, deadline: float) -> list[HostChunk] | None:
+        """The chunks; None where they may be there later."""
+        self.require_open()
+        if self._torn:
+            self._repair()
+        offsets = self._take(count, size)
+        if offsets is None and self._waiting:
+            self._settle()
+            offsets = self._take(count, size)
+        if offsets is not None:
+            self._allocations += count
+            self._peak = max(self._peak, self._in_use())
+            kind = self._kinds.get(nbytes)
+            if kind is None:
+                kind = self._kinds[nbytes] = ChunkKind(nbytes)
+            return [HostChunk(self, self.address + offset, nbytes, kind) for offset in offsets]
+        growing = self._growth is not None and self._growth.running
+        if not (self._waiting or growing) or time.monotonic() >= deadline:
+            self._failures += 1
+            raise HostMemoryError(self._shortage(count, nbytes, size, growing))
+        return None
 
     def _in_use(self) -> int:
         return self._arena.used - self._waiting_bytes
 
-    def _take(self, count: int, size: int) -> list[int] | None:
-        arena = self._arena
-        if count * size > arena.free or (self.limit is not None and self._in_use() + count * size > self.limit):
+    def _take(self, count: int, size: Size) -> list[int] | None:
+        if count * size > self._arena.free or (self.limit is not None and self._in_use() + count * size > self.limit):
             return None
-        out: list[int] = []
-        for _ in range(count):
-            offset = arena.take(size)
-            if offset is None:
-                for taken in out:
-                    arena.give(taken)
-                return None
-            out.append(offset)
-        return out
+        return self._arena.grant(count, size)
 
     def _shortage(self, count: int, nbytes: int, size: int, growing: bool) -> str:
         text = (
@@ -232,20 +311,43 @@ class HostPool(HostBuffer):
         self.require_open()
         if isinstance(chunks, HostChunk):
             raise TypeError("chunks is a HostChunk, must be a sequence of chunks (HostChunk.free gives back one)")
+        listed = list(chunks)
+        with self._lock: self._take_back(listed)  # fmt: skip # noqa: E701
+
+    def _take_back(self, chunks: list[HostChunk]) -> None:
+        self._settle()
+        begun = self._begin()
+        users: dict[int, list[Use]] = {}
+        if self._queues or self._lost:
+            addresses = {chunk.address for chunk in chunks}
+            for use in self._busy:
+                for address in use.of(addresses):
+                    users.setdefault(address, []).append(use)
+        for chunk in chunks:
+            offset = chunk.address - self.address
+            grant = None if chunk.pool is not self or chunk.freed else self._arena.grant_of(offset)
+            if grant is None:
+                self._finish(begun)
+                raise ValueError(f"{chunk!r} is not a live chunk of this pool (freed twice?)")
+            wait = _Wait(grant, tuple(users.get(chunk.address, ())))
+            self._freeing = chunk, offset, wait
+            chunk.kind = None  # from here on it is freed, whatever comes between
+            self.version += 1
+            self._put_aside(offset, wait)
+            self._freeing = None
+        self._finish(begun)
+
+    def borrow_chunks(self, completion: Completion | Running, version: int, require_live: Callable[[], None]) -> None:
+        """`borrow` for chunks that were live at a `version` of the pool; they are looked at anew where it is another.
+
+        Memory that another thread frees after this is not handed out before the operation is over.
+        """
         with self._lock:
-            self._settle()
-            last = self._busy[-1][0] if self._busy else 0
-            for chunk in chunks:
-                offset = chunk.address - self.address
-                if chunk.pool is not self or chunk.freed or not self._arena.holds(offset):
-                    raise ValueError(f"{chunk!r} is not a live chunk of this pool (freed twice?)")
-                chunk.kind = None
-                self._frees += 1
-                if last:
-                    self._waiting.append((last, offset))
-                    self._waiting_bytes += self._arena.size_of(offset)
-                else:
-                    self._arena.give(offset)
+            if self._torn:
+                self._repair()
+            self.borrow(completion)
+            if version != self.version:
+                require_live()
 
     def info(self) -> dict[str, object]:
         """What was really obtained, see `HostBuffer.info`; and of chunks: how many are handed out, what is free.
@@ -254,6 +356,8 @@ class HostPool(HostBuffer):
         """
         with self._lock:
             if not self._closed and not self._forked:
+                if self._torn:
+                    self._repair()
                 self._settle()
             return super().info() | {
                 "chunks": len(self._arena) - len(self._waiting),
@@ -264,6 +368,6 @@ class HostPool(HostBuffer):
                 "peak": self._peak,
                 "limit": self.limit,
                 "allocations": self._allocations,
-                "frees": self._frees,
+                "frees": self._allocations - (len(self._arena) - len(self._waiting)),
                 "failures": self._failures,
             }

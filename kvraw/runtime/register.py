@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import os
-import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -14,6 +12,7 @@ import numpy.typing as npt
 
 from kvraw import config
 from kvraw.errors import BoundsError, DriverError
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope, FreshScope, tie
 from kvraw.runtime.driver import CudaDriver, driver, driver_here, driver_if, usable_here
 from kvraw.runtime.known import describe
@@ -57,7 +56,7 @@ class _Book:
 
     def __init__(self) -> None:
         # Re-entrant: the collector may run a finalizer that gives a registration back while this thread holds it.
-        self.changed = threading.Condition(threading.RLock())
+        self.changed = fork.condition()
         self.entries: list[_Entry] = []
         self.allocations: set[Piece] = set()
         self.foreign: set[int] = set()  # ends of what others registered, as far as copies met them
@@ -123,7 +122,7 @@ class _Book:
             self.publish()
 
 
-_lock = threading.RLock()
+_lock = fork.lock()
 _books: weakref.WeakKeyDictionary[CudaDriver, _Book] = weakref.WeakKeyDictionary()
 
 
@@ -135,13 +134,13 @@ def _book(d: CudaDriver) -> _Book:
     return found
 
 
-def _forget_locks() -> None:
-    """In a forked child: a lock that another thread of the parent held would never be released."""
-    global _lock, _books
-    _lock, _books = threading.RLock(), weakref.WeakKeyDictionary()
+def _forget() -> None:
+    """In a forked child: what is registered is the parent's."""
+    global _books
+    _books = weakref.WeakKeyDictionary()
 
 
-os.register_at_fork(after_in_child=_forget_locks)
+fork.in_child(_forget)
 
 
 def _undo(d: CudaDriver, entry: _Entry) -> tuple[list[Piece], DriverError | None]:

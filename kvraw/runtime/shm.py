@@ -20,10 +20,9 @@ import re
 import secrets
 import stat
 import sys
-import threading
 
 from kvraw.errors import BoundsError, HostMemoryError
-from kvraw.runtime import facts, libc
+from kvraw.runtime import facts, fork, libc
 
 __all__ = ["Segment", "attach_segment", "create_segment", "shared_memory_room", "sweep_shared_memory"]
 
@@ -73,7 +72,6 @@ class Segment:
 
 _owned: dict[int, Segment] = {}  # by id
 _files: set[int] = set()  # open files that have, or wait for, an owner's lock
-_forks = threading.RLock()  # no fork comes between the opening of such a file and its entry in `_files`
 _finalized = False  # multiprocessing's children: `_unlink_all` is one of their finalizers
 
 
@@ -84,8 +82,8 @@ def _unlink_all() -> None:
 
 def _disown() -> None:
     """In a forked child: the segments are the parent's, and so is the lock, which an open file here would prolong."""
-    global _forks, _finalized
-    _forks, _finalized = threading.RLock(), False
+    global _finalized
+    _finalized = False
     for file in _files:
         with contextlib.suppress(OSError):
             os.close(file)
@@ -94,9 +92,7 @@ def _disown() -> None:
 
 
 atexit.register(_unlink_all)
-os.register_at_fork(
-    before=lambda: _forks.acquire(), after_in_parent=lambda: _forks.release(), after_in_child=_disown
-)  # `_forks` is looked up each time: a child has another
+fork.in_child(_disown)
 
 
 def _unlink_at_exit() -> None:
@@ -115,7 +111,7 @@ def _open_new() -> tuple[int, str]:
     """A new file that is locked, and its path, of a name of its own."""
     while True:
         path = os.path.join(FOLDER, f"kvraw-{os.getpid()}-{secrets.token_hex(6)}")
-        with _forks:
+        with fork.undivided():  # no fork comes between the opening of such a file and its entry in `_files`
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             _files.add(file)
         try:
@@ -131,7 +127,7 @@ def _open_new() -> tuple[int, str]:
 
 
 def _close(file: int) -> None:
-    with _forks:
+    with fork.undivided():
         _files.discard(file)
         os.close(file)
 

@@ -157,6 +157,34 @@ def test_where_the_system_has_no_thread() -> None:
     assert done.stdout == "can't start new thread\n"
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_thread_that_ends_in_the_midst_of_its_part(monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+    """As where memory is short, and not even its end can be noted: an error, and nobody waits."""
+    real, lost = cpu._Crew.help_out, threading.Event()
+
+    def help_out(crew: cpu._Crew, me: int) -> None:
+        if lost.is_set():
+            return real(crew, me)
+        lost.set()
+        crew._busy.add(me)
+        if begun:
+            assert crew._next() is not None
+        raise MemoryError
+
+    def work(begin: int, end: int) -> None:
+        if end > begin:
+            lost.wait(5)
+
+    monkeypatch.setattr(cpu._Crew, "help_out", help_out)
+    start = time.monotonic()
+    if begun:
+        with pytest.raises(MemoryError, match="ended before its part was done"):
+            cpu.in_parts(work, 4, 4)
+    else:
+        cpu.in_parts(work, 4, 4)
+    assert time.monotonic() - start < 4
+
+
 _AT_EXIT = """
 import atexit, os
 import numpy as np

@@ -135,3 +135,54 @@ def test_what_is_no_integer_leaves_a_pool_as_it_was(bad: Any) -> None:
         assert type(chunk.nbytes) is int
         pool.free([chunk])
         assert pool.info()["largest_hole"] == 4 * 4096
+
+
+def test_a_chunk_that_is_freed_while_a_call_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be somebody else's by the time that the call notes what it uses."""
+    cache = kvraw.PagedCache.from_tensors([np.ones((2, 8, 4, 2, 16), np.int16)], kv_layout="NHD")
+    nbytes, real = cache.chunk_bytes(8), kvraw.HostPool.borrow
+    for direction in (kvraw.store, kvraw.load):
+        pool, other = kvraw.HostPool(4 * nbytes + 4096, pin=False), kvraw.HostPool(8192, pin=False)
+        chunk, kept = (*pool.chunks(1, nbytes), *other.chunks(1, nbytes))
+        taken: list[kvraw.HostChunk] = []
+
+        def borrow(
+            self: kvraw.HostPool,
+            use: object,
+            *,
+            pool: kvraw.HostPool = pool,
+            chunk: kvraw.HostChunk = chunk,
+            taken: list[kvraw.HostChunk] = taken,
+        ) -> None:
+            if self is pool and not taken:
+                chunk.free()
+                taken += pool.chunks(1, nbytes)
+                taken[0].numpy()[:] = 0xEE
+            real(self, use)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(kvraw.HostPool, "borrow", borrow)
+        for row in ([chunk], [kept, chunk]):
+            with pytest.raises(kvraw.ClosedError, match="was given back to its pool"):
+                direction(cache, row, [1, 2, 3, 4][: 2 * len(row)])
+        assert taken[0].address == chunk.address
+        assert (taken[0].numpy() == 0xEE).all()
+        monkeypatch.setattr(kvraw.HostPool, "borrow", real)
+        assert pool.info()["in_flight"] == 0
+        pool.free(taken)  # nothing that was refused holds it up
+        pool.close()
+
+
+def test_what_is_kept_for_lengths_of_chunks_is_bounded() -> None:
+    cache = kvraw.PagedCache.from_tensors(
+        [np.zeros((2, 64, 16, 1, 8), np.int8)], kv_layout="NHD", num_heads=1, block_size=16
+    )
+    big, kept = np.zeros(cache.chunk_bytes(700), np.uint8), 0
+    with kvraw.HostPool(1 << 16, pin=False) as pool:
+        for n in range(1, 700):
+            kvraw.store_slots(cache, [big[: cache.chunk_bytes(n)]], [1])
+            kept = max(kept, len(cache.plans))
+            pool.free(pool.chunks(1, n))
+        assert kept <= 128
+        (chunk,) = pool.chunks(1, 700)
+        assert list(pool._kinds) == [700]
+        assert pool.chunks(1, 700)[0].kind is chunk.kind

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+
+from kvraw.runtime import fork
 
 __all__ = ["remembered"]
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 # By identities and key: the state of the tensors then, weak references whose end takes the entry along, the value.
 _known: dict[tuple[object, ...], tuple[object, list[weakref.ref[Any]], Any]] = {}
-_lock = threading.RLock()
+_lock = fork.lock()
 
 
 def _forget(key: tuple[object, ...], _: object) -> None:

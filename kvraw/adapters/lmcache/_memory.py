@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from kvraw.adapters.lmcache import _host
 from kvraw.adapters.lmcache._place import this_device
 from kvraw.engines import device_state
 from kvraw.errors import BoundsError, DriverError, KvrawError
+from kvraw.runtime import fork
 from kvraw.runtime.driver import driver_or_none, usable_here
 from kvraw.runtime.host_map import HostOptions
 from kvraw.runtime.memory import Registration
@@ -46,7 +46,7 @@ class _Block:
     pinned: bool = True
 
 
-_lock = threading.RLock()
+_lock = fork.lock()
 _live: dict[int, _Block] = {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -11,12 +10,13 @@ import numpy as np
 from kvraw.arrays import TensorView
 from kvraw.engines import cpu
 from kvraw.errors import PlacementError
+from kvraw.runtime import fork
 from kvraw.runtime.memory import PinnedBuffer, locate
 
 __all__ = ["StandIns", "pageable", "require_no_capture"]
 
 _KEPT = 64 << 20  # bytes of buffers that are kept for the next call, per device
-_lock = threading.RLock()
+_lock = fork.lock()
 _free: defaultdict[int, list[PinnedBuffer]] = defaultdict(list)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from kvraw.layout import CacheLayout, Geometry
 from kvraw.plain import require_memory, require_plain
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import locate_all
 
@@ -215,7 +215,7 @@ def parts_of(
     return (Part(layout, row=heads * head_size * c.element),)
 
 
-_lock = threading.RLock()
+_lock = fork.lock()
 _known: OrderedDict[tuple[object, ...], Paged] = OrderedDict()
 
 

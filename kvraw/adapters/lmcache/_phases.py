@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 from kvraw.adapters.lmcache._recorders import Recorder
 from kvraw.engines.device_state import DeviceState
+from kvraw.runtime import fork
 from kvraw.runtime.inflight import Operation
 
 __all__ = ["KERNEL", "STAGING", "Phase", "pop_completed_phase_timings"]
 
 KERNEL, STAGING = 0, 1
 _recorder = Recorder()
+fork.in_child(_recorder.forget)
 
 
 @dataclass(slots=True)

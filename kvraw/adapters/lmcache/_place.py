@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from kvraw.adapters.found import raise_found
 from kvraw.engines.grid import Operation
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.prepared import Copy
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope, current_device
 from kvraw.runtime.driver import driver_or_none
 from kvraw.runtime.inflight import Captured, Completion
@@ -25,7 +25,7 @@ _log = logging.getLogger("kvraw")
 _watched: defaultdict[int, deque[Transfer | Copy | Operation]] = defaultdict(deque)
 _captured: defaultdict[int, deque[Completion]] = defaultdict(deque)
 _LOOKS = 8  # captured copies that a call looks at, in turn: graphs may hold thousands
-_lock = threading.RLock()
+_lock = fork.lock()
 _raw_stream: Callable[[int], int] | None = None
 _indices: dict[Any, int | None] = {}  # of devices that were named by something other than a number
 

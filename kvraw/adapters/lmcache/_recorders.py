@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 import weakref
 from collections import deque
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvraw.adapters.lmcache._place import this_device
+from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 from kvraw.runtime.stream import Stream
@@ -114,13 +114,18 @@ class Recorder:
     """Records of one kind: first in, first out per stream."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = fork.lock()
         self._queues: dict[tuple[int, int], deque[_Record]] = {}
         self._ready: deque[_Record] = deque()
         self._events: dict[int, list[int]] = {}
         self._clocks: dict[int, _Clock] = {}
         self._owner: CudaDriver | None = None
         self._order = itertools.count()
+
+    def forget(self) -> None:
+        """In a forked child: what waits to be drained is the parent's, and so are its events."""
+        self._of(None)
+        self._ready.clear()
 
     def record(self, stream: int, value: tuple[Any, ...]) -> None:
         """Take a record up when the stream gets to this point."""
@@ -148,7 +153,7 @@ class Recorder:
             self._of(d)
             self._enqueue(d, device, stream, value, anew=anew)
 
-    def _of(self, d: CudaDriver) -> None:
+    def _of(self, d: CudaDriver | None) -> None:
         """Forget what another driver was given."""
         if d is not self._owner:
             self._owner = d
@@ -219,6 +224,8 @@ class Recorder:
 
 
 _events, _completions = Recorder(), Recorder()
+for _one in (_events, _completions):
+    fork.in_child(_one.forget)
 _Texts = Mapping[str, str]
 _Numbers = Mapping[str, int]
 

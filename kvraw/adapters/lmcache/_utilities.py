@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from kvraw.arrays import pointer_vector, tensor_view
 from kvraw.discovery import discover
 from kvraw.formats import FORMATS
 from kvraw.plain import require_memory
+from kvraw.runtime import fork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ _REFERENCE = {12: 10, 13: 11}
 # The order of heads and tokens by vLLM's names, which say that K and V are one row: versions that know them say so.
 _POOLS = {"BLHNC": "HND", "BLNHC": "NHD", "LBHNC": "HND", "LBNHC": "NHD"}
 _NUMBERS = {"BLPTHD": 0, "PBTHD": 1, "BPTHD": 2, "BTD": 3, "PBHTD": 6, "BPHTD": 7, "BLPHTD": 8, "BHTD": 12, "BTHD": 13}
-_lock = threading.RLock()
+_lock = fork.lock()
 _known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
 
 
