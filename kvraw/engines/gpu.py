@@ -94,6 +94,7 @@ class GpuPlan:
         self._check, self._names = check, names
         self.kernel = KernelPlan(plan, ctas=ctas or None, check=check, names=names)
         self._staged: StagedPlan | None = None
+        self._described = copy_engine.DescriptorPlan(plan)
         src, dst = plan.src_flat, plan.dst_flat
         # Items whose ids follow each other are neighbours on both sides: the copy engine joins them.
         self._joins = (
@@ -200,9 +201,9 @@ class GpuPlan:
             self.kernel.enqueue(state, operation, src, dst, call.first, call.count, link=call.link)
         elif choice.engine == "copy":
             src, dst = self._sides(call.index, call.host_chunks)
-            found = copy_engine.describe(self.plan, src, dst, call.first, call.count, self._bases)
+            found = self._described(src, dst, call.first, call.count, apart=(self._bases,), edges=call.edges)
             operation.enqueued.append(operation.stream)
-            copy_engine.enqueue(found, operation.stream, capturing=call.capturing, edges=call.edges)
+            copy_engine.enqueue(found, operation.stream, capturing=call.capturing, edges=call.edges, cut=True)
         else:
             self._enqueue_staged(state, operation, call)
         return choice
