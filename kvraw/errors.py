@@ -35,7 +35,11 @@ class DriverError(KvrawError, RuntimeError):
         The driver function.
     index : int or None
         The failing descriptor of a batch, where the driver told it.
+    command : int or None
+        The failing row of a program of driver calls.
     """
+
+    command: int | None = None
 
     def __init__(self, name: str, code: int, call: str, detail: str = "", index: int | None = None) -> None:
         self.name, self.code, self.call, self.index = name, code, call, index
@@ -43,8 +47,9 @@ class DriverError(KvrawError, RuntimeError):
         where = "" if index is None else f" at descriptor {index}"
         super().__init__(f"{call} failed{where}: {name} ({code}){': ' + detail if detail else ''}")
 
-    def __reduce__(self) -> tuple[type[DriverError], tuple[str, int, str, str, int | None]]:
-        return type(self), (self.name, self.code, self.call, self._detail, self.index)  # not the text: pools send it on
+    def __reduce__(self) -> tuple[type[DriverError], tuple[str, int, str, str, int | None], dict[str, object]]:
+        made_of = (self.name, self.code, self.call, self._detail, self.index)  # not the text: pools send it on
+        return type(self), made_of, dict(self.__dict__)
 
 
 class DriverNotFoundError(KvrawError, RuntimeError):
