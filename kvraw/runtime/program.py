@@ -174,6 +174,7 @@ class Program:
     """
 
     __slots__ = (
+        "_addressed",
         "_driver",
         "_entry",
         "_functions",
@@ -181,10 +182,8 @@ class Program:
         "_header",
         "_header_address",
         "_links",
-        "_links_array",
         "_marks",
         "_names",
-        "_rows",
         "_table",
         "_values",
         "ended_at",
@@ -207,23 +206,24 @@ class Program:
         self._marks = {row: np.zeros((limit + 63) // 64, np.uint64) for row, limit in commands.limits.items()}
         at = int(self._values.ctypes.data)
         marks = {row: int(array.ctypes.data) for row, array in self._marks.items()}
-        self._rows, self._links = commands.resolved(at, marks)
-        self._table: U64 = np.array(self._rows, np.uint64).reshape(-1, pr.WORDS)
+        rows, links = commands.resolved(at, marks)
+        self._table: U64 = np.array(rows, np.uint64).reshape(-1, pr.WORDS)
         start = int(self._table.ctypes.data)
-        links = [(start + 8 * link.word, at + 8 * link.value, link.add) for link in self._links]
-        self._links_array: U64 = np.array(links, np.uint64).reshape(-1, 3)
+        self._links: U64 = np.array(links, np.uint64).reshape(-1, 3)
+        # The compiled runner's: a word and a value by their addresses.
+        self._addressed: U64 = self._links * np.array([8, 8, 1], np.uint64) + np.array([start, at, 0], np.uint64)
         self._header: U64 = np.zeros(pr.HEADER_WORDS, np.uint64)
         self._header_address = int(self._header.ctypes.data)
         head = self._header.view(np.int64)
-        head[pr.ROWS], head[pr.ROW_COUNT] = start, len(self._rows)
-        head[pr.LINKS], head[pr.LINK_COUNT] = self._links_array.ctypes.data, len(links)
+        head[pr.ROWS], head[pr.ROW_COUNT] = start, len(rows)
+        head[pr.LINKS], head[pr.LINK_COUNT] = self._addressed.ctypes.data, len(links)
         head[pr.VALUES], head[pr.RELEASE] = at, release
         head[pr.ATTRIBUTES] = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, and no locations
         head[pr.COPY_2D_AT + 2] = head[pr.COPY_2D_AT + 9] = 4  # CU_MEMORYTYPE_UNIFIED, both sides
         self._entry: Entry | None = None
         self._functions = driver_functions(driver) if functions is None else functions
         if self._functions is not None:
-            missing = [name for name in pr.calls_of(self._rows) if not self._functions.addresses.get(name)]
+            missing = [name for name in pr.calls_of(rows) if not self._functions.addresses.get(name)]
             if missing:
                 self._functions = None  # Python says what is missing, or does without
             else:
@@ -233,7 +233,7 @@ class Program:
                 self._entry = _compiler.entry
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._table)
 
     @property
     def compiled(self) -> bool:
@@ -309,8 +309,9 @@ class Program:
         """`run` by Python through the driver object's methods: the reference."""
         values, words = self._values, self._table.ravel()
         values[0], values[1] = ids.ctypes.data, len(ids)
-        for word, value, add in self._links:
-            words[word] = values[value] + np.uint64(add)
+        if len(self._links):
+            target, value, add = self._links.T
+            words[target] = values[value] + add
         for at, row in enumerate(self._table.tolist()):
             op, operands = row[0], row[1:]
             if op == pr.CHECK:

@@ -67,7 +67,7 @@ EXCHANGE = 0  # cuThreadExchangeStreamCaptureMode
 # The header, which is all that the compiled runner is given, in words.
 (ROWS, ROW_COUNT, LINKS, LINK_COUNT, VALUES, RELEASE, FUNCTIONS) = range(7)
 (FAILED_ROW, RESULT, DETAIL) = range(7, 10)  # what it answers
-# Structures that driver functions read and write: a capture mode, CUmemcpyAttributes (24 bytes), where its copies begin,
+# Structures that driver functions read and write: a capture mode, CUmemcpyAttributes (24 bytes), their first copy,
 # the failing copy, CUDA_MEMCPY2D (128 bytes), a capture status.
 (MODE, ATTRIBUTES, ATTRIBUTES_AT, FAILED_COPY, COPY_2D_AT, STATUS) = (10, 11, 14, 15, 16, 32)
 HEADER_WORDS = 40
