@@ -50,6 +50,7 @@ class DriverMethods(Protocol):
     def stream_wait_event(self, stream: int, event: int) -> None: ...
     def event_done(self, event: int) -> bool: ...
     def stream_capturing(self, stream: int) -> bool: ...
+    def context_device(self) -> int: ...
     def relaxed(self) -> Any: ...
     # fmt: on
 
@@ -262,7 +263,7 @@ class Program:
         Returns
         -------
         bool
-            False where a row for `Commands.reached` or `Commands.uncaptured` ended it.
+            False where a row for `Commands.reached`, `uncaptured` or `on_device` ended it.
 
         Raises
         ------
@@ -390,6 +391,8 @@ def _call(driver: DriverMethods, op: int, operands: Sequence[int]) -> bool:
             return driver.event_done(a)
     elif op == pr.UNCAPTURED:
         return not driver.stream_capturing(a)
+    elif op == pr.ON_DEVICE:
+        return driver.context_device() == a
     else:
         raise AssertionError(f"a row has operation {op}")
     return True

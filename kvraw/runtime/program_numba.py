@@ -25,16 +25,10 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _P = ir.IntType(8).as_pointer()
 
 LAUNCH, COPY, BATCH, COPY_2D, MEMSET, RECORD = pr.LAUNCH, pr.COPY, pr.BATCH, pr.COPY_2D, pr.MEMSET, pr.RECORD
-WAIT, REACHED, UNCAPTURED, CHECK, WRITE, DRIVER_ROWS = (
-    pr.WAIT,
-    pr.REACHED,
-    pr.UNCAPTURED,
-    pr.CHECK,
-    pr.WRITE,
-    pr.DRIVER_ROWS,
-)
+WAIT, REACHED, UNCAPTURED, ON_DEVICE = pr.WAIT, pr.REACHED, pr.UNCAPTURED, pr.ON_DEVICE
+CHECK, WRITE, DRIVER_ROWS = pr.CHECK, pr.WRITE, pr.DRIVER_ROWS
 SKIP_NEGATIVE, DISTINCT, OUT_OF_RANGE, DUPLICATE = pr.SKIP_NEGATIVE, pr.DISTINCT, pr.OUT_OF_RANGE, pr.DUPLICATE
-ENDED, NOT_READY, NO_INDEX, EXCHANGE = pr.ENDED, pr.NOT_READY, pr.NO_INDEX, 8 * pr.EXCHANGE
+ENDED, NOT_READY, NO_CONTEXT, NO_INDEX, EXCHANGE = pr.ENDED, pr.NOT_READY, pr.NO_CONTEXT, pr.NO_INDEX, 8 * pr.EXCHANGE
 # Of the header and of a row, in bytes.
 ROWS, ROW_COUNT, LINKS, LINK_COUNT, VALUES, RELEASE, FUNCTIONS, FAILED_ROW, RESULT, DETAIL = (8 * k for k in range(10))
 MODE, ATTRIBUTES, ATTRIBUTES_AT = 8 * pr.MODE, 8 * pr.ATTRIBUTES, 8 * pr.ATTRIBUTES_AT
@@ -172,7 +166,7 @@ def _call9(t: Any, f: Any, a: Any, b: Any, c: Any, d: Any, e: Any, g: Any, h: An
 
 
 def _check_source(row: Any) -> Any:
-    """What ids are, times 2**40, plus the place of the first that is so; 0: they are in order."""
+    """What ids are, and the place of the first that is so; 0: they are in order."""
     ids, count, width, limit, flags, marks = (
         _load(row + 8),
         _load(row + 16),
@@ -267,6 +261,11 @@ def _run_source(header: Any, ids: Any) -> Any:
             _store(header + STATUS, 0)
             result = _call2(f, a, header + STATUS)
             if result == 0 and _load(header + STATUS) != 0:
+                result = ENDED
+        elif op == ON_DEVICE:
+            _store(header + STATUS, 0)
+            result = _call1(f, header + STATUS)
+            if result == NO_CONTEXT or (result == 0 and _load(header + STATUS) != a):
                 result = ENDED
         elif op == CHECK:
             result, detail = _check(row)

@@ -15,14 +15,15 @@ RECORD       6 event, stream                                                    
 WAIT         7 stream, event                                                      cuStreamWaitEvent
 REACHED      8 event                                                              cuEventQuery
 UNCAPTURED   9 stream                                                             cuStreamIsCapturing
-CHECK       10 ids, count, width, limit, flags, marks, first                      nothing: checks ids
-WRITE       11 dst, src, count, width, add                                        nothing: writes words
+ON_DEVICE   10 device                                                             cuCtxGetDevice
+CHECK       11 ids, count, width, limit, flags, marks, first                      nothing: checks ids
+WRITE       12 dst, src, count, width, add                                        nothing: writes words
 ========== === ================================================================== ==========================
 
 LAUNCH has a grid of ``blocks`` x 1 x 1 and ``threads`` x 1 x 1; ``params`` is the address of an array of argument
 addresses. A LAUNCH of no blocks and a COPY, BATCH, COPY_2D or MEMSET of nothing is left out, so a value may switch it
-off. REACHED and UNCAPTURED end the program, without an error, where the event is not reached (asked in relaxed capture
-mode) and where a capture is in progress on the stream.
+off. Three end the program, without an error: REACHED where the event is not reached (asked in relaxed capture mode),
+UNCAPTURED where a capture is in progress on the stream, ON_DEVICE where the current context is not one of the device.
 
 CHECK looks at ``count`` ids of ``width`` 4 or 8 bytes, signed: each is in [0, limit), and with `DISTINCT` none stands
 twice; with `SKIP_NEGATIVE` negative ones count for neither. ``marks`` is one bit for each id below the limit, all zero
@@ -41,13 +42,13 @@ from typing import NamedTuple
 __all__ = ["IDS", "IDS_COUNT", "Address", "Commands", "Operand", "Value"]
 
 WORDS = 8  # of a row
-(LAUNCH, COPY, BATCH, COPY_2D, MEMSET, RECORD, WAIT, REACHED, UNCAPTURED, CHECK, WRITE) = range(1, 12)
-DRIVER_ROWS = UNCAPTURED  # up to here a row calls the driver
+(LAUNCH, COPY, BATCH, COPY_2D, MEMSET, RECORD, WAIT, REACHED, UNCAPTURED, ON_DEVICE, CHECK, WRITE) = range(1, 13)
+DRIVER_ROWS = ON_DEVICE  # up to here a row calls the driver
 
 SKIP_NEGATIVE, DISTINCT = 1, 2  # flags of CHECK
 OUT_OF_RANGE, DUPLICATE = 1, 2  # what CHECK meets
 ENDED = -1  # result of a row that ended the program without an error
-NOT_READY = 600  # CUDA_ERROR_NOT_READY
+NOT_READY, NO_CONTEXT = 600, 201  # CUDA_ERROR_NOT_READY, CUDA_ERROR_INVALID_CONTEXT
 MOST_MARKS = 1 << 33  # ids that can be checked for duplicates: 1 GiB of marks, of which few pages are ever touched
 
 # The driver functions by the places of their addresses: those of rows, then what these need beside.
@@ -61,6 +62,7 @@ CALLS = {
     WAIT: "cuStreamWaitEvent",
     REACHED: "cuEventQuery",
     UNCAPTURED: "cuStreamIsCapturing",
+    ON_DEVICE: "cuCtxGetDevice",
 }
 EXCHANGE = 0  # cuThreadExchangeStreamCaptureMode
 
@@ -68,7 +70,7 @@ EXCHANGE = 0  # cuThreadExchangeStreamCaptureMode
 (ROWS, ROW_COUNT, LINKS, LINK_COUNT, VALUES, RELEASE, FUNCTIONS) = range(7)
 (FAILED_ROW, RESULT, DETAIL) = range(7, 10)  # what it answers
 # Structures that driver functions read and write: a capture mode, CUmemcpyAttributes (24 bytes), their first copy,
-# the failing copy, CUDA_MEMCPY2D (128 bytes), a capture status.
+# the failing copy, CUDA_MEMCPY2D (128 bytes), a capture status or a device.
 (MODE, ATTRIBUTES, ATTRIBUTES_AT, FAILED_COPY, COPY_2D_AT, STATUS) = (10, 11, 14, 15, 16, 32)
 HEADER_WORDS = 40
 NO_INDEX = -1
@@ -186,6 +188,10 @@ class Commands:
     def uncaptured(self, stream: Operand) -> int:
         """End here where a capture is in progress on a stream."""
         return self._row(UNCAPTURED, stream)
+
+    def on_device(self, device: Operand) -> int:
+        """End here where the current context is not one of this device."""
+        return self._row(ON_DEVICE, device)
 
     def check(
         self,

@@ -25,6 +25,7 @@ class Result(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
@@ -60,6 +61,7 @@ class Recorder:
         self.capturing: set[int] = set()
         self.problems: list[str] = []
         self.mode = 0  # of the thread
+        self.device: int | None = 3  # of the current context
         self._keep: list[Any] = []
         self.addresses = {
             "cuLaunchKernel": self._c(self._launch, LONG, *[UINT] * 7, LONG, LONG, LONG),
@@ -71,6 +73,7 @@ class Recorder:
             "cuStreamWaitEvent": self._c(self._plain("cuStreamWaitEvent"), LONG, LONG, UINT),
             "cuEventQuery": self._c(self._query, LONG),
             "cuStreamIsCapturing": self._c(self._is_capturing, LONG, LONG),
+            "cuCtxGetDevice": self._c(self._get_device, LONG),
             "cuThreadExchangeStreamCaptureMode": self._c(self._exchange, LONG),
         }
         self.bindings = self._bindings()
@@ -133,6 +136,11 @@ class Recorder:
         INT.from_address(status).value = int(stream in self.capturing)
         return self._made("cuStreamIsCapturing", stream)
 
+    def _get_device(self, found: int) -> int:
+        if self.device is not None:
+            INT.from_address(found).value = self.device
+        return self._made("cuCtxGetDevice") or (201 if self.device is None else 0)
+
     def _exchange(self, mode: int) -> int:
         word = INT.from_address(mode)
         word.value, self.mode = self.mode, word.value
@@ -167,6 +175,10 @@ class Recorder:
             cuStreamWaitEvent=plain("cuStreamWaitEvent"),
             cuEventQuery=lambda event: (self._query(event),),
             cuStreamIsCapturing=is_capturing,
+            cuCtxGetDevice=lambda: (
+                self._made("cuCtxGetDevice") or (0 if self.device is not None else 201),
+                self.device,
+            ),
         )
 
 

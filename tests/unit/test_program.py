@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import logging
-import os
-import pickle
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +12,9 @@ from hypothesis import strategies as st
 
 from kvraw.engines import kernel_args as ka
 from kvraw.engines.operands import check_distinct, check_host_index
-from kvraw.errors import BoundsError, DriverError, UnsupportedDriverError
+from kvraw.errors import BoundsError, DriverError
 from kvraw.plan import Side
-from kvraw.runtime import program as module
-from kvraw.runtime.program import IDS, IDS_COUNT, Commands, Program, driver_functions, warm_up
-from tests.emulator.fake_driver import FakeDriver
+from kvraw.runtime.program import IDS, IDS_COUNT, Commands, Program, warm_up
 from tests.helpers.driver_calls import Recorder, address_of
 
 BOTH = ("compiled", "python")
@@ -73,6 +62,7 @@ ROWS = st.one_of(
     st.tuples(st.just("wait"), word, word),
     st.tuples(st.just("reached"), small),
     st.tuples(st.just("uncaptured"), small),
+    st.tuples(st.just("on_device"), st.just(3)),
 )
 CODES = [1, 2, 700, 900]
 
@@ -85,7 +75,11 @@ def test_random_programs(data: st.DataObject) -> None:
     values = data.draw(st.lists(word, max_size=4))
     first = commands.value(len(values))
     for name, *operands in data.draw(st.lists(ROWS, max_size=12)):
-        if values and name not in ("copy_batch", "reached", "uncaptured", "copy_2d") and data.draw(st.booleans()):
+        if (
+            values
+            and name not in ("copy_batch", "reached", "uncaptured", "copy_2d", "on_device")
+            and data.draw(st.booleans())
+        ):
             at = data.draw(st.integers(0, len(operands) - 1))
             if not (name in ("launch", "memset") and at in (1, 2)):
                 operands[at] = first + data.draw(st.integers(-(2**40), 2**40))
@@ -108,6 +102,7 @@ def test_random_programs(data: st.DataObject) -> None:
 def everything() -> Commands:
     """A row of every kind that calls the driver."""
     c = Commands()
+    c.on_device(3)
     c.uncaptured(7)
     c.reached(5)
     c.memset(0x1000, 0xAB, 64, 7)
@@ -121,7 +116,7 @@ def everything() -> Commands:
 
 
 @pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize("nth", range(9))
+@pytest.mark.parametrize("nth", range(10))
 def test_the_command_that_fails(nth: int, release: bool) -> None:
     recorder = Recorder()
     recorder.fail(nth, 1, copy=4)
@@ -316,151 +311,12 @@ def test_words_as_the_kernel_engine_packs_them() -> None:
             assert block.tobytes() == wanted.tobytes()
 
 
-# which runner
-
-
-def test_the_fake_driver_runs_in_python(fake: FakeDriver) -> None:
-    assert driver_functions(fake) is None
-    fake.context_push(fake.primary_retain(0))
-    stream, event, data = fake.stream_create(), fake.event_create(), fake.mem_alloc(64)
-    host = fake.host_alloc(64)
-    c = Commands()
-    c.uncaptured(stream)
-    c.memset(data, 7, 64, stream)
-    c.copy(host, data, 64, stream)
-    c.record(event, stream)
-    program = Program(c, fake)
-    assert not program.compiled
-    assert program.run()
-    fake.stream_synchronize(stream)
-    c = Commands()
-    c.reached(event)
-    assert Program(c, fake).run()
-    assert bytes((ctypes.c_uint8 * 64).from_address(host)) == b"\7" * 64
-    fake.fail("event_record", 1, "CUDA_ERROR_INVALID_VALUE")
-    with pytest.raises(DriverError) as met:
-        program.run()
-    assert met.value.command == 3
-
-
-def test_a_missing_function_leaves_it_to_python() -> None:
-    recorder = Recorder()
-    del recorder.addresses["cuMemcpyBatchAsync"]
-    program = Program(everything(), recorder.driver())
-    assert not program.compiled
-    with pytest.raises(UnsupportedDriverError, match="needs a CUDA 12.8 driver, this one is 12040"):
-        program.run()
-    c = Commands()
+@pytest.mark.parametrize("device", [0, 2, 3, None])
+def test_a_program_of_another_device(device: int | None) -> None:
+    recorder, c = Recorder(), Commands()
+    recorder.device = device
+    c.on_device(3)
     c.record(1, 2)
-    assert Program(c, recorder.driver()).compiled
-
-
-def test_a_value_of_other_commands_is_refused() -> None:
-    c = Commands()
-    c.record(Commands().value(3) + 1, 2)
-    with pytest.raises(ValueError, match="row 0 uses value 2, of 2"):
-        Program(c, Recorder().driver())
-    with pytest.raises(ValueError, match="width is 2"):
-        c.write(0, 0, 0, width=2)
-
-
-@pytest.mark.parametrize("release", [False, True])
-def test_the_gil(release: bool) -> None:
-    """A call of the driver that waits for another thread's Python ends only where the program gives the GIL away."""
-    recorder, c = Recorder(), Commands()
-    turned, met = threading.Event(), []
-    blocking = ctypes.PyDLL(None).usleep  # keeps the GIL, if the caller has it
-    recorder.addresses["cuEventQuery"] = int(ctypes.cast(blocking, ctypes.c_void_p).value or 0)
-    c.reached(200_000)  # microseconds
-    program = Program(c, recorder.driver(), release=release)
-    assert program.release is release
-    program.run()  # warm
-
-    def other() -> None:
-        turned.set()
-        for _ in range(200):
-            met.append(threading.get_native_id())
-            time.sleep(0.0005)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    turned.wait()
-    before = len(met)
-    program.run()
-    during = len(met) - before
-    thread.join()
-    assert during > 20 if release else during <= 3
-
-
-def test_programs_hold_what_they_use() -> None:
-    recorder, c = Recorder(), Commands()
-    c.check("ids", IDS, IDS_COUNT, 10_000, distinct=True)
-    made = [Program(c, recorder.driver()) for _ in range(20)]
-    del made[::2]
-    gc.collect()
-    junk = [np.full(40, 2**64 - 1, np.uint64) for _ in range(200)]
-    assert all(program.run(np.arange(10_000)) for program in made)
-    assert len(junk) == 200
-
-
-def test_an_error_keeps_its_command_in_another_process() -> None:
-    error = DriverError("CUDA_ERROR_INVALID_VALUE", 1, "cuMemcpyAsync")
-    assert error.command is None
-    error.command = 4
-    again = pickle.loads(pickle.dumps(error))
-    assert (again.command, again.call, str(again)) == (4, "cuMemcpyAsync", str(error))
-
-
-def python(code: str, **environ: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-SCRIPT = """
-from tests.helpers.driver_calls import Recorder
-from kvraw.runtime.program import Commands, Program, warm_up
-r, c = Recorder(), Commands()
-c.record(1, 2)
-p = Program(c, r.driver())
-"""
-
-
-def test_without_a_compiler() -> None:
-    code = SCRIPT + "print(warm_up(), p.compiled, p.run(), r.calls)"
-    for environ in ({"NUMBA_DISABLE_JIT": "1"}, {}):
-        block = "" if environ else "import sys; sys.modules['numba'] = None\n"
-        assert python(block + code, **environ) == "False False True [('cuEventRecord', 1, 2)]\n"
-
-
-def test_compiles_in_the_background() -> None:
-    code = SCRIPT + (
-        "import sys, time\nassert p.run()\nend = time.time() + 60\n"
-        "while not p.compiled and time.time() < end: time.sleep(0.01)\n"
-        "print(p.compiled, p.run(), len(r.calls))"
-    )
-    assert python(code) == "True True 2\n"
-
-
-def test_a_fork_and_an_exit_in_the_midst_of_compiling() -> None:
-    code = SCRIPT + (
-        "import os\npid = os.fork()\n"
-        "if not pid:\n    os._exit(0 if p.run() and p.compiled else 1)\n"
-        "print(os.waitpid(pid, 0)[1])"
-    )
-    assert python(code) == "0\n"
-    assert python(SCRIPT + "print(p.run())") == "True\n"
-
-
-def test_why_it_is_python_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "_compiler", module._Compiler())
-    monkeypatch.setitem(sys.modules, "kvraw.runtime.program_numba", None)
-    with caplog.at_level(logging.INFO, "kvraw"):
-        assert not warm_up()
-    assert "are run by Python" in caplog.text
+    for run in runs(c, recorder).values():
+        calls, end = outcome(run, recorder)
+        assert (len(calls), end) == ((2, True) if device == 3 else (1, False))
