@@ -41,6 +41,7 @@ class DriverMethods(Protocol):
     # fmt: off
     def launch(self, kernel: int, ctas: int, threads: int, stream: int, params: int) -> None: ...
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None: ...
+    def memcpy_pinned_async(self, dst: int, src: int, nbytes: int, stream: int) -> None: ...
     def memcpy_batch_async(self, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray, stream: int) -> None: ...
     def memcpy_2d_async(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
@@ -161,8 +162,8 @@ class Program:
         Has the methods of `CudaDriver` that the commands need.
     release : bool
         The compiled runner gives the GIL away, once, from the first driver call on: for programs that take long (some
-        hundred microseconds; to have it back may take 5 ms where other threads run Python) or that may wait. Python
-        gives it away at each call.
+        hundred microseconds; to have it back may take 5 ms where other threads run Python) or that may wait, as copies
+        of pageable memory do. Python gives it away call by call, where a call may wait.
     functions : DriverFunctions, optional
         Default: those of `driver`.
 
@@ -308,7 +309,7 @@ class Program:
 
     def run_python(self, ids: I64 = _NO_IDS) -> bool:
         """`run` by Python through the driver object's methods: the reference."""
-        values, words = self._values, self._table.ravel()
+        values, words, release = self._values, self._table.ravel(), self.release
         values[0], values[1] = ids.ctypes.data, len(ids)
         if len(self._links):
             target, value, add = self._links.T
@@ -325,7 +326,7 @@ class Program:
                     _words(dst, count)[:] = _signed(src, count, width).view(np.uint64) + np.uint64(add)
             else:
                 try:
-                    goes_on = _call(self._driver, op, operands)
+                    goes_on = _call(self._driver, op, operands, release)
                 except DriverError as error:
                     error.command = at
                     raise
@@ -363,7 +364,7 @@ def _check(operands: Sequence[int]) -> tuple[int, int] | None:
     return None
 
 
-def _call(driver: DriverMethods, op: int, operands: Sequence[int]) -> bool:
+def _call(driver: DriverMethods, op: int, operands: Sequence[int], release: bool) -> bool:
     """Make the driver call of a row; whether the program goes on."""
     a, b, c, d, e, f, g = operands
     if op == pr.LAUNCH:
@@ -372,7 +373,8 @@ def _call(driver: DriverMethods, op: int, operands: Sequence[int]) -> bool:
             driver.launch(a, b, c, e, f, *((d,) if d else ()))
     elif op == pr.COPY:
         if c:
-            driver.memcpy_async(a, b, c, d)
+            # Either is the same call; the latter gives the GIL away.
+            (driver.memcpy_async if release else driver.memcpy_pinned_async)(a, b, c, d)
     elif op == pr.BATCH:
         if d:
             driver.memcpy_batch_async(_words(a, d), _words(b, d), _words(c, d), e)
