@@ -10,9 +10,6 @@ on).
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,12 +19,12 @@ import numpy.typing as npt
 
 from kvraw.errors import BoundsError, DriverError
 from kvraw.runtime import program_rows as pr
+from kvraw.runtime.compiled import Compiled
 from kvraw.runtime.driver import CudaDriver
 from kvraw.runtime.program_rows import IDS, IDS_COUNT, Commands, Value
 
 __all__ = ["IDS", "IDS_COUNT", "Commands", "DriverFunctions", "Program", "Value", "driver_functions", "warm_up"]
 
-_log = logging.getLogger("kvraw")
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -41,6 +38,7 @@ class DriverMethods(Protocol):
     # fmt: off
     def launch(self, kernel: int, ctas: int, threads: int, stream: int, params: int) -> None: ...
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None: ...
+    def memcpy_pinned_async(self, dst: int, src: int, nbytes: int, stream: int) -> None: ...
     def memcpy_batch_async(self, dst: np.ndarray, src: np.ndarray, sizes: np.ndarray, stream: int) -> None: ...
     def memcpy_2d_async(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
@@ -95,49 +93,13 @@ def driver_functions(driver: object) -> DriverFunctions | None:
     return DriverFunctions(found, error)
 
 
-class _Compiler:
-    """The compiled runner, once it is there."""
+def _compile() -> Entry:
+    from kvraw.runtime.program_numba import entry_point
 
-    def __init__(self) -> None:
-        self.entry: Entry | None = None
-        self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
-        self._tried = False
-
-    def start(self) -> None:
-        """Compile in the background, once."""
-        with self._lock:
-            if self._tried or self._thread is not None:
-                return
-            # Not a daemon: at the exit of the process a thread in the midst of the compiler would crash it.
-            thread = self._thread = threading.Thread(target=self.compile, name="kvraw-compile")
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads, or the process exits
-            self._tried = True
-
-    def compile(self) -> None:
-        """Compile now, or wait for a compilation that is under way."""
-        with self._lock:
-            if self._tried:
-                return
-            self._tried = True
-            try:
-                from kvraw.runtime.program_numba import entry_point
-
-                self.entry = entry_point()
-            except Exception as error:
-                _log.info("programs of driver calls are run by Python, slower: %s: %s", type(error).__name__, error)
-
-    def settle(self) -> None:
-        """Wait for a compilation in the background: a fork in its midst would leave its locks to nobody."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread() and thread.ident is not None:
-            thread.join(10)
+    return entry_point()
 
 
-_compiler = _Compiler()
-os.register_at_fork(before=lambda: _compiler.settle())
+_compiler: Compiled[Entry] = Compiled("programs of driver calls are run", _compile)
 
 
 def warm_up() -> bool:
@@ -161,8 +123,8 @@ class Program:
         Has the methods of `CudaDriver` that the commands need.
     release : bool
         The compiled runner gives the GIL away, once, from the first driver call on: for programs that take long (some
-        hundred microseconds; to have it back may take 5 ms where other threads run Python) or that may wait. Python
-        gives it away at each call.
+        hundred microseconds; to have it back may take 5 ms where other threads run Python) or that may wait, as copies
+        of pageable memory do. Python gives it away call by call, where a call may wait.
     functions : DriverFunctions, optional
         Default: those of `driver`.
 
@@ -308,7 +270,7 @@ class Program:
 
     def run_python(self, ids: I64 = _NO_IDS) -> bool:
         """`run` by Python through the driver object's methods: the reference."""
-        values, words = self._values, self._table.ravel()
+        values, words, release = self._values, self._table.ravel(), self.release
         values[0], values[1] = ids.ctypes.data, len(ids)
         if len(self._links):
             target, value, add = self._links.T
@@ -325,7 +287,7 @@ class Program:
                     _words(dst, count)[:] = _signed(src, count, width).view(np.uint64) + np.uint64(add)
             else:
                 try:
-                    goes_on = _call(self._driver, op, operands)
+                    goes_on = _call(self._driver, op, operands, release)
                 except DriverError as error:
                     error.command = at
                     raise
@@ -363,7 +325,7 @@ def _check(operands: Sequence[int]) -> tuple[int, int] | None:
     return None
 
 
-def _call(driver: DriverMethods, op: int, operands: Sequence[int]) -> bool:
+def _call(driver: DriverMethods, op: int, operands: Sequence[int], release: bool) -> bool:
     """Make the driver call of a row; whether the program goes on."""
     a, b, c, d, e, f, g = operands
     if op == pr.LAUNCH:
@@ -372,7 +334,8 @@ def _call(driver: DriverMethods, op: int, operands: Sequence[int]) -> bool:
             driver.launch(a, b, c, e, f, *((d,) if d else ()))
     elif op == pr.COPY:
         if c:
-            driver.memcpy_async(a, b, c, d)
+            # Either is the same call; the latter gives the GIL away.
+            (driver.memcpy_async if release else driver.memcpy_pinned_async)(a, b, c, d)
     elif op == pr.BATCH:
         if d:
             driver.memcpy_batch_async(_words(a, d), _words(b, d), _words(c, d), e)

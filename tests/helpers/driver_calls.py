@@ -16,6 +16,7 @@ import numpy as np
 
 from kvraw.runtime.direct_calls import Relaxed
 from kvraw.runtime.driver import CudaDriver
+from kvraw.runtime.driver_ctypes import EnqueueCalls
 
 INT, LONG = ctypes.c_int, ctypes.c_uint64
 UINT, BYTE = ctypes.c_uint, ctypes.c_ubyte
@@ -86,6 +87,7 @@ class Recorder:
         d = CudaDriver.__new__(CudaDriver)
         d._cu = self.bindings
         d._batch = None  # made when it is first asked for
+        EnqueueCalls.__init__(d, lambda name: d._address(name, 12000))
         d._exchange = Relaxed.exchange(self.addresses["cuThreadExchangeStreamCaptureMode"])
         return d
 
@@ -151,9 +153,6 @@ class Recorder:
             sides = (c.dstDevice, c.dstPitch, c.srcDevice, c.srcPitch)
             return (self._two(c.srcMemoryType, c.dstMemoryType, *sides, c.WidthInBytes, c.Height, stream),)
 
-        def is_capturing(stream: int) -> tuple[int, int]:
-            return self._made("cuStreamIsCapturing", stream), int(stream in self.capturing)
-
         def get_address(name: bytes, version: int, flags: int) -> tuple[int, int, int]:
             return 0, self.addresses.get(name.decode(), 0), 0
 
@@ -167,18 +166,8 @@ class Recorder:
             cuGetErrorString=lambda code: (0, f"what {int(code)} means".encode()),
             cuGetProcAddress=get_address,
             cuDriverGetVersion=lambda: (0, 12040),
-            cuLaunchKernel=lambda *args: (self._launch(*map(int, args)),),
             cuMemcpyAsync=plain("cuMemcpyAsync"),
             cuMemcpy2DAsync=two,
-            cuMemsetD8Async=plain("cuMemsetD8Async"),
-            cuEventRecord=plain("cuEventRecord"),
-            cuStreamWaitEvent=plain("cuStreamWaitEvent"),
-            cuEventQuery=lambda event: (self._query(event),),
-            cuStreamIsCapturing=is_capturing,
-            cuCtxGetDevice=lambda: (
-                self._made("cuCtxGetDevice") or (0 if self.device is not None else 201),
-                self.device,
-            ),
         )
 
 

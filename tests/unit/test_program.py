@@ -320,3 +320,12 @@ def test_a_program_of_another_device(device: int | None) -> None:
     for run in runs(c, recorder).values():
         calls, end = outcome(run, recorder)
         assert (len(calls), end) == ((2, True) if device == 3 else (1, False))
+
+
+def test_the_failing_copy_is_this_run_s() -> None:
+    recorder, c = Recorder(), Commands()
+    c.copy_batch(DST, SRC, SIZES, 8, 7)
+    for run in runs(c, recorder).values():
+        for copy in (4, None, 8, 0):
+            recorder.fail(0, 1, copy)
+            assert outcome(run, recorder)[1][4] == (None if copy == 8 else copy)
