@@ -35,7 +35,11 @@ class DriverError(KvrawError, RuntimeError):
         The driver function.
     index : int or None
         The failing descriptor of a batch, where it is known.
+    command : int or None
+        The failing row of a program of driver calls.
     """
+
+    command: int | None = None
 
     def __init__(self, name: str, code: int, call: str, detail: str = "", index: int | None = None) -> None:
         self.name, self.code, self.call, self.index = name, code, call, index
@@ -47,8 +51,9 @@ class DriverError(KvrawError, RuntimeError):
         """The same error at another descriptor."""
         return DriverError(self.name, self.code, self.call, detail or self._detail, index)
 
-    def __reduce__(self) -> tuple[type[DriverError], tuple[str, int, str, str, int | None]]:
-        return type(self), (self.name, self.code, self.call, self._detail, self.index)  # not the text: pools send it on
+    def __reduce__(self) -> tuple[type[DriverError], tuple[str, int, str, str, int | None], dict[str, object]]:
+        made_of = (self.name, self.code, self.call, self._detail, self.index)  # not the text: pools send it on
+        return type(self), made_of, dict(self.__dict__)
 
 
 class DriverNotFoundError(KvrawError, RuntimeError):

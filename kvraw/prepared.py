@@ -111,6 +111,7 @@ class PreparedCopy:
         self._chosen: dict[int, str] = {}  # by the number of items
         self._kernels_run = False  # not known yet
         self._kernel = KernelPlan(plan, ctas=ctas, threads=threads or THREADS, check=check, names=self.index_names)
+        self._described = copy_engine.DescriptorPlan(plan)
         self._cpu = cpu.CpuPlan(plan) if device is None and engine != "reference" else None
 
     def __call__(
@@ -262,9 +263,9 @@ class PreparedCopy:
         edges: Sequence[int] = (),
     ) -> None:
         """Enqueue the copy engine's descriptors on the operation's stream, as a part of it."""
-        found = copy_engine.describe(self.plan, src, dst, first, count, src.bases, dst.bases)
+        found = self._described(src, dst, first, count, apart=(src.bases, dst.bases), edges=edges)
         operation.enqueued.append(operation.stream)
-        copy_engine.enqueue(found, operation.stream, capturing=capturing, pageable=pageable, edges=edges)
+        copy_engine.enqueue(found, operation.stream, capturing=capturing, pageable=pageable, edges=edges, cut=True)
 
     def _take(
         self, bases: tuple[Any, Any], index: tuple[Any, Any], first: int, count: int

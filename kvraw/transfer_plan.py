@@ -159,6 +159,7 @@ class TransferPlan(Uncopied):
                 engine=named,
                 ctas=ctas,
                 check=check,
+                distinct=distinct,
                 names=names,
             )
         elif named == "cpu":
@@ -255,7 +256,7 @@ class TransferPlan(Uncopied):
                 f"chunks has {len(row)} chunks of {self._per_chunk} {self.by}s each, too few for {index.count} "
                 f"{self._ids_name}"
             )
-        if index.host is not None and self.check:
+        if index.host is not None and self.check and self._gpu is None:
             check_host_index(self._ids_name, index.host, self._paged, skip)
             if self._distinct and not self._store:
                 check_distinct(self._ids_name, index.host, skip)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvraw import config
 from kvraw.runtime import fork
 from kvraw.runtime.driver import driver
@@ -75,7 +73,7 @@ class StagingRing:
                 slot.discard()
             raise
         self._at = 0
-        self.steps = 0
+        self.start = driver().event_create()
 
     @property
     def depth(self) -> int:
@@ -85,16 +83,22 @@ class StagingRing:
     def next(self) -> _Slot:
         """The slot whose turn it is."""
         self._at = (self._at + 1) % len(self._slots)
-        self.steps += 1
         return self._slots[self._at]
 
+    @property
+    def turn(self) -> int:
+        """Which slot was the last."""
+        return self._at
 
-@dataclass(frozen=True, slots=True)
-class ArenaStats:
-    """Bytes of device memory held, and slots filled so far, per direction."""
+    def coming(self, count: int) -> list[_Slot]:
+        """The slots whose turn it is next, as often as it comes; a program of that many steps uses them."""
+        return [self._slots[(self._at + 1 + k) % len(self._slots)] for k in range(count)]
 
-    nbytes: dict[str, int]
-    steps: dict[str, int]
+    def advance(self, count: int) -> None:
+        """Note that a program used that many."""
+        for slot in self.coming(min(count, len(self._slots))):
+            slot.used = True
+        self._at = (self._at + count) % len(self._slots)
 
 
 class StagingArena:
@@ -115,8 +119,3 @@ class StagingArena:
                     nbytes, depth = config.STAGING_SLOT.get(), config.STAGING_DEPTH.get()
                     found = self._rings[direction] = StagingRing(self._device, nbytes, depth)
         return found
-
-    def stats(self) -> ArenaStats:
-        """What the arena holds and did."""
-        rings = dict(self._rings)
-        return ArenaStats({k: r.nbytes * r.depth for k, r in rings.items()}, {k: r.steps for k, r in rings.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,13 +13,14 @@ from kvraw.arrays import I64, U64
 from kvraw.engines.operands import Operands
 from kvraw.errors import DriverError
 from kvraw.plan import CopyPlan, Side
+from kvraw.runtime.compiled import Compiled
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.known import describe as describe_range
 from kvraw.runtime.known import ends_within
-from kvraw.runtime.register import boundaries, note_edges, spans
+from kvraw.runtime.register import boundaries, cuts_with, note_edges, spans
 from kvraw.runtime.stream import LEGACY
 
-__all__ = ["Descriptors", "describe", "enqueue", "enqueue_anywhere", "holder", "merge", "split"]
+__all__ = ["DescriptorPlan", "Descriptors", "describe", "enqueue", "enqueue_anywhere", "holder", "merge", "split"]
 
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
@@ -169,6 +170,85 @@ def split(d: Descriptors, edges: Sequence[int] | U64 = ()) -> Descriptors:
     return d
 
 
+def _compile() -> Callable[..., int]:
+    from kvraw.engines.descriptors_numba import entry_point
+
+    found: Callable[..., int] = entry_point()
+    return found
+
+
+_compiled: Compiled[Callable[..., int]] = Compiled("copies of the copy engine are enumerated", _compile)
+_NO_VALUES = np.zeros(0, np.int64)
+
+
+class DescriptorPlan:
+    """A copy plan made ready to be enumerated as copies, joined where neighbours are and cut where registrations end.
+
+    A compiled function does it, with the GIL kept; until it is compiled, in the background, numpy does.
+    """
+
+    def __init__(self, plan: CopyPlan) -> None:
+        self._plan = plan
+        sides = (plan.src_flat, plan.dst_flat)
+        self._sides: I64 = np.array([(s.outer, s.inner, s.page, s.table_outer, 0) for s in sides], np.int64)
+        dims = [(d.size, d.src, d.dst, d.src_table, d.dst_table) for d in reversed(plan.dims)]
+        self._dims: I64 = np.array(dims, np.int64).reshape(-1, 5)
+
+    def __call__(
+        self,
+        src: Operands,
+        dst: Operands,
+        first: int,
+        count: int,
+        *,
+        apart: Sequence[U64] = (),
+        edges: Sequence[int] = (),
+    ) -> Descriptors:
+        """The copies for items `first` to `first + count`, as of `split(describe(...), edges)`.
+
+        Parameters
+        ----------
+        src, dst : Operands
+            Both sides; indices are on the host.
+        apart : sequence of numpy.ndarray
+            Addresses at which no copy grows together with its neighbour, see `merge`.
+        edges : sequence of int
+            Addresses that no copy spans, beside the ends of registrations that kvraw made.
+        """
+        plan = self._plan
+        function = _compiled.entry
+        if function is None or not count:
+            _compiled.start()
+            return split(describe(plan, src, dst, first, count, *apart), edges)
+        sides = self._sides.copy()
+        sides[0, 4], sides[1, 4] = src.host_index is not None, dst.host_index is not None
+        cuts = cuts_with(edges)
+        bases = np.unique(np.concatenate(apart)) if apart else _NO_VALUES
+        capacity = count * plan.runs_per_item + 2 * len(cuts)
+        groups: I64 = np.empty((5, count), np.int64)
+        out: I64 = np.empty((3, capacity), np.int64)
+        while True:
+            made = function(
+                sides,
+                self._dims,
+                src.bases.view(np.int64),
+                dst.bases.view(np.int64),
+                _NO_VALUES if src.host_index is None else src.host_index,
+                _NO_VALUES if dst.host_index is None else dst.host_index,
+                bases.view(np.int64),
+                cuts.view(np.int64),
+                np.array([first, count, plan.run_bytes, capacity], np.int64),
+                groups,
+                out,
+            )
+            if made >= 0:
+                break
+            capacity *= 2
+            out = np.empty((3, capacity), np.int64)
+        rows = out[:, :made].view(np.uint64)
+        return Descriptors(rows[0], rows[1], rows[2])
+
+
 def enqueue(
     d: Descriptors,
     stream: int,
@@ -176,10 +256,11 @@ def enqueue(
     capturing: bool | None = None,
     pageable: bool = False,
     edges: Sequence[int] = (),
+    cut: bool = False,
 ) -> str:
     """Enqueue copies on a stream, in its order and unordered among themselves; returns how.
 
-    No copy spans an end of a registration of ours, or one of `edges`.
+    No copy spans an end of a registration of ours, or one of `edges`; `cut` says that none does.
 
     A refused batch's `DriverError.index` is an entry of `d`. The vectors are read during the call. Where the batch call
     cannot be used (drivers before 12.8, captures, the legacy default stream), copies go one by one, regular ones as
@@ -189,7 +270,8 @@ def enqueue(
     if not len(d):
         return "nothing"
     given = d
-    d = split(d, edges)
+    if not cut:
+        d = split(d, edges)
     call = driver()
     if capturing is None:
         capturing = call.stream_capturing(stream)

@@ -6,19 +6,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvraw.arrays import U64, IndexVector
+from kvraw.arrays import I64, U64, IndexVector
 from kvraw.engines import copy_engine
 from kvraw.engines.arena import StagingRing
+from kvraw.engines.bound import BoundCall, IdCheck, bind_kernel
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.kernel import KernelPlan, kernels_barred
-from kvraw.engines.operands import Operands
+from kvraw.engines.operands import Operands, check_distinct, check_host_index
 from kvraw.engines.planner import Choice, best, profile_for
 from kvraw.engines.staged import StagedPlan
-from kvraw.errors import DriverError, PlacementError
+from kvraw.errors import BoundsError, DriverError, PlacementError
 from kvraw.plan import CopyPlan
+from kvraw.runtime import fork
 from kvraw.runtime.inflight import Operation
+from kvraw.runtime.register import spans
 
 __all__ = ["GpuCall", "GpuPlan"]
+
+_MOST_BOUND = (
+    64  # kinds of calls of a plan that are kept as programs: an argument block of 4 KiB for each launch in them
+)
 
 
 @dataclass(slots=True)
@@ -70,7 +77,9 @@ class GpuPlan:
     ctas : int, optional
         Most thread blocks of any kernel; 0 means none: the copy engine alone.
     check : bool
-        Check indices that lie on the device, in the kernel.
+        Check indices, in the kernel where they lie on the device.
+    distinct : bool
+        Refuse what a load would write twice by indices on the host.
     names : tuple of str
         What errors call the source's and the destination's index.
     """
@@ -86,6 +95,7 @@ class GpuPlan:
         engine: str = "auto",
         ctas: int | None = None,
         check: bool = True,
+        distinct: bool = False,
         names: tuple[str, str] = ("src_index", "dst_index"),
     ) -> None:
         self.plan, self.store, self.engine, self.ctas = plan, store, engine, ctas
@@ -94,12 +104,17 @@ class GpuPlan:
         self._check, self._names = check, names
         self.kernel = KernelPlan(plan, ctas=ctas or None, check=check, names=names)
         self._staged: StagedPlan | None = None
+        self._described = copy_engine.DescriptorPlan(plan)
         src, dst = plan.src_flat, plan.dst_flat
         # Items whose ids follow each other are neighbours on both sides: the copy engine joins them.
         self._joins = (
             src.inner + src.outer * (src.page == 1) == plan.run_bytes == dst.inner + dst.outer * (dst.page == 1)
         )
         self._choices: dict[tuple[object, ...], Choice] = {}
+        self._bound: dict[tuple[object, ...], BoundCall | None] = {}
+        self._lock = fork.lock()  # of argument blocks of bound launches
+        paged, name = (src, names[0]) if store else (dst, names[1])
+        self.id_check = IdCheck(name, paged if check else None, distinct and check and not store)
         self._fixed = Choice(engine, "asked for", 0.0) if engine in ("kernel", "copy") and ctas != 0 else None
 
     def _sides(self, index: IndexVector, chunks: U64, bits: int = -1) -> tuple[Operands, Operands]:
@@ -197,19 +212,124 @@ class GpuPlan:
         return begin, max(0, (call.first + call.count) // self._per_chunk - begin)
 
     def enqueue(self, state: DeviceState, operation: Operation, call: GpuCall) -> Choice:
-        """Enqueue a call; the device's context is current."""
+        """Enqueue a call; the device's context is current.
+
+        Raises
+        ------
+        BoundsError
+            An index on the host is bad; nothing was enqueued.
+        """
         choice = self.choose(state, call)
+        if self._run_bound(state, operation, call, choice.engine):
+            return choice
+        self.check(call.index, call.first)
         if choice.engine == "kernel":
             src, dst = self._sides(call.index, call.chunks, call.bits)
             self.kernel.enqueue(state, operation, src, dst, call.first, call.count, link=call.link)
         elif choice.engine == "copy":
             src, dst = self._sides(call.index, call.host_chunks)
-            found = copy_engine.describe(self.plan, src, dst, call.first, call.count, self._bases)
+            found = self._described(src, dst, call.first, call.count, apart=(self._bases,), edges=call.edges)
             operation.enqueued.append(operation.stream)
-            copy_engine.enqueue(found, operation.stream, capturing=call.capturing, edges=call.edges)
+            copy_engine.enqueue(found, operation.stream, capturing=call.capturing, edges=call.edges, cut=True)
         else:
             self._enqueue_staged(state, operation, call)
         return choice
+
+    def check(self, index: IndexVector, first: int) -> None:
+        """Check indices that are on the host, behind `first`.
+
+        Raises
+        ------
+        BoundsError
+            One is out of bounds, or stands twice where it must not.
+        """
+        name, side, distinct = self.id_check
+        if side is not None and index.host is not None:
+            check_host_index(name, index.host, side, first)
+            if distinct:
+                check_distinct(name, index.host, first)
+
+    def _run_bound(self, state: DeviceState, operation: Operation, call: GpuCall, engine: str) -> bool:
+        """Enqueue a call by its bound program, event and all; False where it must be enqueued step by step."""
+        host = call.index.host
+        if host is None or call.capturing or engine == "copy":
+            return False
+        if engine == "kernel":
+            with self._lock:
+                bound = self._bound_kernel(state, call)
+                return bound is not None and self._run(operation, bound, call, host)
+        if call.first or call.count != len(call.chunks) * self._per_chunk:
+            return False
+        places = call.host_chunks
+        low, high = int(places.min()), int(places.max()) + self._chunk_bytes
+        if spans(low, high, call.edges):
+            return False
+        staged, ring = self._stage(state)
+        with ring.lock:
+            bound = self._bound_staged(state, staged, ring, call)
+            if bound is None or not self._run(operation, bound, call, host):
+                return False
+            ring.advance(bound.steps)
+        return True
+
+    @staticmethod
+    def _run(operation: Operation, bound: BoundCall, call: GpuCall, host: I64) -> bool:
+        assert operation.event is not None
+        operation.enqueued += [operation.stream, *bound.streams]
+        try:
+            done = bound.run(operation.stream, operation.event, host, call.chunks, call.host_chunks)
+        except BoundsError:
+            operation.enqueued.clear()
+            raise
+        if not done:
+            operation.enqueued.clear()
+        operation.recorded = done
+        return done
+
+    def _bound_kernel(self, state: DeviceState, call: GpuCall) -> BoundCall | None:
+        bits = call.bits if call.bits >= 0 else int(np.bitwise_or.reduce(call.chunks))
+        bits &= 15
+        key = ("kernel", call.first, call.count, len(call.chunks), bits, call.link, state)
+        try:
+            return self._bound[key]
+        except KeyError:
+            pass
+        chunks = len(call.chunks)
+        tables: tuple[U64 | int, U64 | int] = (self._bases, chunks) if self.store else (chunks, self._bases)
+        launch = self.kernel.bind(
+            state,
+            tables,
+            int(not self.store),
+            call.first,
+            call.count,
+            bits | int(np.bitwise_or.reduce(self._bases)),
+            link=call.link,
+        )
+        bound = None
+        if launch is not None:
+            flat = int(self.store)
+            bound = bind_kernel(state, launch, self.id_check, call.first, call.count, chunks, flat)
+        return self._keep_bound(key, bound)
+
+    def _bound_staged(
+        self, state: DeviceState, staged: StagedPlan, ring: StagingRing, call: GpuCall
+    ) -> BoundCall | None:
+        bits = (call.bits if call.bits >= 0 else int(np.bitwise_or.reduce(call.chunks))) & 15
+        places = call.host_chunks
+        joined = (False, *(places[1:] == places[:-1] + np.uint64(self._chunk_bytes)).tolist())
+        key = ("staged", call.count, bits, joined, ring.turn, state)
+        try:
+            return self._bound[key]
+        except KeyError:
+            pass
+        bound = staged.bind(state, ring, self.id_check, len(call.chunks), bits, joined)
+        return bound if bound is None else self._keep_bound(key, bound)  # None: its slots were not used yet
+
+    def _keep_bound(self, key: tuple[object, ...], bound: BoundCall | None) -> BoundCall | None:
+        if len(self._bound) >= _MOST_BOUND:
+            self._bound.clear()
+        self._bound[key] = bound
+        return bound
 
     def _stage(self, state: DeviceState) -> tuple[StagedPlan, StagingRing]:
         """The staged plan and the ring of its direction; an error where a row does not fit a slot."""

@@ -91,6 +91,36 @@ def _arrangement(lengths: tuple[int, int, int, int]) -> tuple[list[_Piece], int]
     return pieces, ends[0]
 
 
+class BoundLaunch:
+    """A launch of the copy kernel whose arguments lie ready, all but ids and addresses: these are written into them.
+
+    Attributes
+    ----------
+    kernel, ctas, threads, params : int
+        What the driver takes.
+    index_address : int
+        Where the ids are to be written, as 64-bit words.
+    table_addresses : list of int
+        Where the tables of source and destination are to be written, for those that were not given.
+    table_offset : int
+        What is to be added to addresses for the table that was not given.
+    count : int
+        Ids.
+    """
+
+    __slots__ = (
+        *("_block", "count", "ctas", "index_address", "kernel", "params", "table_addresses", "table_offset", "threads"),
+    )
+
+    def __init__(
+        self, block: ArgumentBlock, kernel: int, grid: tuple[int, int], index: int, tables: list[int], count: int
+    ) -> None:
+        self._block, self.kernel, self.params, self.count = block, kernel, block.address, count
+        self.ctas, self.threads = grid
+        self.index_address, self.table_addresses = index, tables
+        self.table_offset = 0
+
+
 class KernelPlan:
     """A copy plan made ready for the kernel engine: a packed argument block, changed and launched at each call.
 
@@ -204,6 +234,59 @@ class KernelPlan:
             ctas, threads = self._grid
             d.launch(self._kernel.handle_for(d), ctas, threads, stream, self._params)
             operation.enqueued.append(stream)
+
+    def bind(
+        self,
+        state: DeviceState,
+        tables: tuple[U64 | int, U64 | int],
+        indexed: int,
+        first: int,
+        count: int,
+        bits: int,
+        *,
+        link: bool,
+    ) -> BoundLaunch | None:
+        """A launch for items `first` to `first + count`; None where ids and tables do not fit the argument block.
+
+        The device's context is current.
+
+        Parameters
+        ----------
+        tables : tuple
+            Base addresses of source and destination, or how many will be written at each call.
+        indexed : int
+            The side that ids of the host belong to, 0 or 1; the other has none.
+        bits : int
+            The alignment of all base addresses, or-ed together.
+        link : bool
+            Host memory takes part.
+        """
+        plan = self.plan
+        lengths = [table if isinstance(table, int) else len(table) for table in tables]
+        if sum(lengths) + count > ka.WORDS:
+            return None
+        width = plan.width(bits)
+        block = ArgumentBlock(ka.ARGS)
+        ka.fill_plan(block.record, plan)
+        segments = count * plan.runs_per_item * ka.fill_width(block.record, plan, width)
+        words, flags = block.record.view(np.uint64), block.record.view(np.uint32)
+        start, at = int(block.record.ctypes.data), 0
+        places = []
+        for k, (table, side) in enumerate(zip(tables, (plan.src_flat, plan.dst_flat), strict=True)):
+            flags[ka.FLAGS[k]] = (
+                ka.TABLE_INLINE | ka.SKIP_NEGATIVE * side.skip_negative | ka.INDEX_INLINE * (k == indexed)
+            )
+            words[ka.TABLE[k]] = at
+            place = ka.WORDS_AT + at
+            places.append(start + 8 * place)
+            if not isinstance(table, int):
+                words[place : place + len(table)] = table
+            at += lengths[k]
+        words[ka.INDEX[indexed]] = np.uint64((at - first) % 2**64)
+        words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, 0
+        grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
+        kernel = copy_kernel(width).handle_for(state.owner)
+        return BoundLaunch(block, kernel, grid, start + 8 * (ka.WORDS_AT + at), places, count)
 
     def _set_width(self, width: int) -> None:
         """Take the kernel for accesses of `width` bytes."""

@@ -15,6 +15,7 @@ import numpy as np
 from kvraw.arrays import U64, IndexVector
 from kvraw.engines import copy_engine
 from kvraw.engines.arena import StagingRing
+from kvraw.engines.bound import BoundCall, IdCheck, StagedStep, bind_staged
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.kernel import KernelPlan
 from kvraw.engines.operands import Operands
@@ -267,6 +268,53 @@ class StagedPlan:
                 slot.release(reader)
             if self._store and slot is not None:
                 d.stream_wait_event(stream, slot.free)
+
+    def bind(
+        self,
+        state: DeviceState,
+        ring: StagingRing,
+        check: IdCheck,
+        chunks: int,
+        bits: int,
+        joined: tuple[bool, ...],
+    ) -> BoundCall | None:
+        """The call for `chunks` whole chunks with ids on the host, from the ring's next slot on.
+
+        None where it must be enqueued step by step. The device's context is current, and the ring's lock held. `bits`
+        is the alignment of the chunks' addresses as the device sees them, `joined` as for `bind_staged`.
+        """
+        lead, steps = self._steps(0, chunks)
+        slots = ring.coming(len(steps))
+        if not steps or not all(slot.used for slot in slots):
+            return None
+        first = None if lead is None else self._bound_step(state, lead, None, bits)
+        made = [self._bound_step(state, step, slot.address, bits) for step, slot in zip(steps, slots, strict=True)]
+        if None in made or (lead is not None and first is None):
+            return None
+        ready = [step for step in made if step is not None]
+        count = chunks * self._per_chunk
+        return bind_staged(state, ring, ready, first, check, count, self._store, self._chunk_bytes, joined)
+
+    def _bound_step(self, state: DeviceState, step: _Step, slot: int | None, bits: int) -> StagedStep | None:
+        """A step with its launch bound: to a slot, or straight to the chunks."""
+        piece, chunk, chunks = step
+        first, count = (piece.first, piece.count) if chunks == 1 else (0, chunks * self._per_chunk)
+        row: U64 | int = chunks
+        offset = 0
+        if slot is None:
+            offset = (piece.offset + piece.base) % 2**64
+            bits |= offset
+        else:
+            row = self._row(slot, chunks, piece.base).bases
+            bits = int(np.bitwise_or.reduce(row))
+        tables = (piece.paged_bases, row) if self._store else (row, piece.paged_bases)
+        launch = piece.kernel.bind(
+            state, tables, 0 if self._store else 1, first, count, bits | piece.bits, link=slot is None
+        )
+        if launch is None:
+            return None
+        launch.table_offset = offset
+        return StagedStep(launch, chunk * self._per_chunk + first, chunk, chunks, piece.offset, piece.nbytes)
 
     def _row(self, slot: int, many: int, base: int) -> Operands:
         """The row of so many chunks that lie in a slot."""

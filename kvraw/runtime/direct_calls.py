@@ -14,8 +14,9 @@ _P = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
 _ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _NO_INDEX = 2**64 - 1
-# Copies that a call hands over with the GIL kept: some 200 us at the 400 to 500 ns that the driver takes for each.
-_SHORT = 512
+# Copies that a call hands over with the GIL kept: below 1 ms at the 400 to 500 ns that the driver takes for each, where
+# to have the GIL again may take 5 ms.
+_SHORT = 2048
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # CU_POINTER_ATTRIBUTE_* of what `PointerAttributes` answers, in its order.
 _MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE = 2, 8, 9, 3, 11, 12

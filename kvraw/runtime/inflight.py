@@ -177,9 +177,11 @@ class Operation(Completion):
         It is captured into a graph.
     enqueued : list of int
         Streams that were given work for it.
+    recorded : bool
+        Its event was recorded behind all of that.
     """
 
-    __slots__ = ("captured", "enqueued")
+    __slots__ = ("captured", "enqueued", "recorded")
 
     stream: int
 
@@ -190,6 +192,12 @@ class Operation(Completion):
         self._pending, self.told, self.lost, self.uses = True, False, False, None
         self._refs, self._reports, self._settle = None, (), ()
         self.enqueued: list[int] = []
+        self.recorded = False
+
+    @property
+    def event(self) -> int | None:
+        """The event to be recorded; None where it is captured."""
+        return self._event
 
     def report(self, report: Settle) -> None:
         """Call this once the operation is over; what it returns is the operation's error."""
@@ -207,7 +215,7 @@ class Operation(Completion):
         driver().stream_wait_event(self.stream, event)
 
     def commit(self, refs: object) -> Completion:
-        """Record an event on the stream behind all that was enqueued, and keep `refs` until it is reached."""
+        """Record the event on the stream behind all that was enqueued, and keep `refs` until it is reached."""
         if self._event is None:
             self._pending = False
             made = Captured(self._books, refs, self._reports, self._settle)
@@ -216,7 +224,8 @@ class Operation(Completion):
         self.enqueued.append(self.stream)
         try:
             books = self._books
-            books.owner.event_record(self._event, self.stream)
+            if not self.recorded:
+                books.owner.event_record(self._event, self.stream)
             self._refs = refs
             books._open.append(self)
         except BaseException:

@@ -334,6 +334,14 @@ def note_edges(d: CudaDriver, edges: set[int]) -> bool:
     return bool(new)
 
 
+def cuts_with(more: Sequence[int] | U64 = ()) -> U64:
+    """Ascending addresses that no copy may span: ends of what kvraw registered or allocated, and these."""
+    d = driver_here()
+    book = None if d is None else _books.get(d)
+    cuts = _EMPTY if book is None else book.cuts
+    return np.union1d(cuts, np.array(more, np.uint64)) if len(more) else cuts
+
+
 def boundaries(addresses: U64, nbytes: U64, more: Sequence[int] | U64 = ()) -> tuple[npt.NDArray[np.int64], U64]:
     """Where copies must be cut so that none spans two registrations.
 
@@ -356,11 +364,7 @@ def boundaries(addresses: U64, nbytes: U64, more: Sequence[int] | U64 = ()) -> t
     Covers what kvraw registered or allocated with the driver in use; takes no lock. It costs two binary searches per
     range, and nothing where nothing is registered.
     """
-    d = driver_here()
-    book = None if d is None else _books.get(d)
-    cuts = _EMPTY if book is None else book.cuts
-    if len(more):
-        cuts = np.union1d(cuts, np.array(more, np.uint64))
+    cuts = cuts_with(more)
     if not len(cuts) or not len(addresses):
         return np.empty(0, np.int64), _EMPTY
     first = np.searchsorted(cuts, addresses, "right")

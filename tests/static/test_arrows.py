@@ -43,6 +43,8 @@ NUMBA = (
     "kvraw.codec.cpu_kernels",
     "kvraw.codec.quantize_kernels",
     "kvraw.rope.cpu_kernels",
+    "kvraw.runtime.jit",
+    "kvraw.runtime.program_numba",
 )
 # Who may import these; everybody else may not.
 ONLY_FOR = {

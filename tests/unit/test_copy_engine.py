@@ -162,6 +162,63 @@ def test_items_are_joined_as_their_runs_would_be(ids: list[int], count: int, num
     assert sorted(rows_of(got)) == sorted(rows_of(want))
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    pytest.importorskip("numba")
+    copy_engine._compiled.compile()
+    assert copy_engine._compiled.entry is not None
+
+
+@given(
+    number=st.sampled_from([0, 1, 2, 4, 6, 7, 9, 13, 16]),
+    by=st.sampled_from(["block", "slot"]),
+    layout=st.sampled_from(["2LTD", "T2D", "L2TD"]),
+    ids=st.one_of(
+        st.lists(st.integers(-1, 11), max_size=12), st.integers(1, 12).map(range), st.permutations(range(12))
+    ),
+    first=st.integers(0, 3),
+    gap=st.sampled_from([0, 0, 64]),
+    apart=st.booleans(),
+    edges=st.lists(st.integers(0, 4000), max_size=5),
+)
+@settings(max_examples=300, deadline=None)
+def test_compiled_copies_are_those_of_numpy(
+    compiled: None,
+    number: int,
+    by: str,
+    layout: str,
+    ids: list[int],
+    first: int,
+    gap: int,
+    apart: bool,
+    edges: list[int],
+) -> None:
+    row = find_format(number)
+    geometry = Geometry(2, 12, 2, 2, 3, 1, planes=row.planes)
+    count = CacheLayout(row, geometry).pointers
+    step = 12 * 2 * geometry.token_bytes // count + gap
+    paged = kvraw.PagedCache.from_pointers([0x100000 + k * step for k in range(count)], number, geometry)
+    side, flat = paged.layout.side(by), chunk_side(find_chunk_layout(layout), geometry, 4, by)
+    plan = copy_plan(geometry, side, flat, by)
+    values = np.array(ids if by == "slot" else [abs(i) for i in ids], np.int64)
+    first = min(first, len(values))
+    chunk = 4 * geometry.token_bytes + gap
+    src = Operands(paged.bases, IndexVector(values, 0, len(values)))
+    dst = Operands(np.array([0x200000 + k * chunk for k in range(12)], np.uint64))
+    cuts = [0x100000 + e for e in edges] + [0x200000 + e for e in edges[::2]]
+    bases = (paged.bases,) if apart else ()
+    for ends in ((src, dst), (dst, src)):
+        turned = plan if ends[0] is src else copy_plan(geometry, flat, side, by)
+        want = copy_engine.split(copy_engine.describe(turned, *ends, first, len(values) - first, *bases), cuts)
+        got = copy_engine.DescriptorPlan(turned)(*ends, first, len(values) - first, apart=bases, edges=cuts)
+        if len(set(values.tolist())) == len(values):
+            assert pairs(got) == pairs(want)
+        borders = [*cuts, *(paged.bases.tolist() if apart else ())]
+        for to, at, n in rows_of(got):
+            assert not any(begin < border < begin + n for begin in (to, at) for border in borders)
+        assert len(got) <= len(want)
+
+
 def rows_of(d: Descriptors) -> list[tuple[int, int, int]]:
     return list(zip(d.dst.tolist(), d.src.tolist(), d.sizes.tolist(), strict=True))
 
