@@ -142,6 +142,7 @@ class HostPool(HostBuffer):
         self.limit = None
         self._arena = Arena()
         self._kinds: weakref.WeakValueDictionary[int, ChunkKind] = weakref.WeakValueDictionary()
+        self._kind = ChunkKind(0)  # the last one
         self._waiting: dict[int, _Wait] = {}  # what was freed and may still be used, by offset
         self._waiting_bytes = 0
         self._freeing: tuple[HostChunk, int, _Wait] | None = None  # a free that has begun
@@ -266,9 +267,10 @@ class HostPool(HostBuffer):
         if offsets is not None:
             self._allocations += count
             self._peak = max(self._peak, self._in_use())
-            kind = self._kinds.get(nbytes)
-            if kind is None:
-                kind = self._kinds[nbytes] = ChunkKind(nbytes)
+            kind = self._kind
+            if kind.nbytes != nbytes:
+                kind = self._kinds.get(nbytes) or ChunkKind(nbytes)
+                self._kind = self._kinds[nbytes] = kind
             return [HostChunk(self, self.address + offset, nbytes, kind) for offset in offsets]
         growing = self._growth is not None and self._growth.running
         if not (self._waiting or growing) or time.monotonic() >= deadline:
@@ -329,7 +331,7 @@ class HostPool(HostBuffer):
             if grant is None:
                 self._finish(begun)
                 raise ValueError(f"{chunk!r} is not a live chunk of this pool (freed twice?)")
-            wait = _Wait(grant, tuple(users.get(chunk.address, ())))
+            wait = _Wait(grant, tuple(users[chunk.address]) if chunk.address in users else ())
             self._freeing = chunk, offset, wait
             chunk.kind = None  # from here on it is freed, whatever comes between
             self.version += 1
