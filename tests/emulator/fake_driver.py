@@ -24,13 +24,7 @@ from kvraw.errors import DriverError
 from kvraw.runtime.driver import PointerInfo
 from tests.emulator.fake_streams import LEGACY, RESULTS, FakeStreams, _Op
 from tests.emulator.ptx_memory import Memory
-from tests.emulator.ptx_run import Module
-
-
-@functools.cache
-def module_of(image: bytes) -> Module:
-    """Parsed once per image and process."""
-    return Module(image.decode())
+from tests.emulator.ptx_run import Module, module_of
 
 
 @dataclass

@@ -7,6 +7,7 @@ between them, in an order drawn from it.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 
 import numpy as np
@@ -246,3 +247,9 @@ class _Run:
             end = self.program.blocks[int(self.waiting[lane]) - 1].end
             if end is not None:
                 self.frame.fault(end, lane, "waits for threads of its CTA that never come")
+
+
+@functools.cache
+def module_of(image: bytes) -> Module:
+    """Parsed once per image and process."""
+    return Module(image.decode())
