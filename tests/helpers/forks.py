@@ -31,7 +31,7 @@ class Store:
 
     def __init__(self, pool: kvraw.HostPool) -> None:
         self.tensors = [np.full((2, BLOCKS, 16, 8, 64), k + 1, np.int16) for k in range(2)]
-        self.cache = kvraw.PagedCache.from_tensors(self.tensors, kv_layout="NHD")
+        self.cache = kvraw.PagedCache.from_tensors(self.tensors, axes="PBTHD")
         self.pool = pool
 
     def __call__(self) -> None:

@@ -213,7 +213,7 @@ def test_pages_of_a_host_kv_pool(what: str) -> None:
 
 def test_a_call_that_was_interrupted_does_not_hold_up_close() -> None:
     tensors = [np.zeros((2, 8, 16, 1, 8), np.int8)]
-    cache = kvraw.PagedCache.from_tensors(tensors, kv_layout="NHD")
+    cache = kvraw.PagedCache.from_tensors(tensors, axes="PBTHD")
 
     def setting() -> tuple[Callable[[], Any], Callable[[], None]]:
         host = host_pool()

@@ -139,7 +139,7 @@ def test_what_is_no_integer_leaves_a_pool_as_it_was(bad: Any) -> None:
 
 def test_a_chunk_that_is_freed_while_a_call_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be somebody else's by the time that the call notes what it uses."""
-    cache = kvraw.PagedCache.from_tensors([np.ones((2, 8, 4, 2, 16), np.int16)], kv_layout="NHD")
+    cache = kvraw.PagedCache.from_tensors([np.ones((2, 8, 4, 2, 16), np.int16)], kv_layout="NHD", block_size=4)
     nbytes, real = cache.chunk_bytes(8), kvraw.HostPool.borrow
     for direction in (kvraw.store, kvraw.load):
         pool, other = kvraw.HostPool(4 * nbytes + 4096, pin=False), kvraw.HostPool(8192, pin=False)
