@@ -216,8 +216,7 @@ class FakeDriver(FakeStreams):
         return handle
 
     def context_current(self) -> int:
-        stack = self._stack()
-        return stack[-1] if stack else 0
+        return (self._stack() or [0])[-1]
 
     def context_id(self, context: int) -> int:
         return self._ids[context] if context in self._contexts else 0
@@ -292,8 +291,7 @@ class FakeDriver(FakeStreams):
         return PointerInfo("host", b.device, seen, b.address, b.nbytes)
 
     def pointer_in_pieces(self, address: int) -> bool:
-        b = self._find(address)
-        return b is not None and b.in_pieces
+        return bool(getattr(self._find(address), "in_pieces", False))
 
     def pointer_number(self, address: int) -> int:
         b = self._find(address)

@@ -22,7 +22,15 @@ from tests.helpers.world import World
 
 RESULT = "CUDA_ERROR_OUT_OF_MEMORY"
 # Asked where an answer is already known, or before anything.
-QUERIES = {"version", "device_count", "device_name", "batch_supported"}
+QUERIES = {
+    "version",
+    "device_count",
+    "device_name",
+    "batch_supported",
+    "context_current",
+    "context_id",
+    "pointer_in_pieces",
+}
 GIVING_BACK = {"host_unregister", "host_free", "mem_free", "stream_destroy", "event_destroy"}
 
 
