@@ -171,7 +171,8 @@ def test_messages_of_refused_batches(gpu: int) -> None:
     base = int(array.ctypes.data)
     with DeviceScope(gpu):
         driver().host_register(base, 1 << 15)
-    to, src = [base, base, base + (1 << 15)], [w.memory.address] * 3
+    end = w.memory.address + w.memory.nbytes
+    to, src = [base, base, base + 64], [w.memory.address, w.memory.address, end - 32]
     with pytest.raises(kvraw.DriverError, match=r"bytes at 0x.*device memory of device") as caught:
         kvraw.memcpy_batch(to, src, [64, 0, 64], stream=w.stream)
     assert caught.value.index == 2
@@ -247,7 +248,7 @@ from kvraw.runtime.context import DeviceScope
 w = kvraw.Stream(0)
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
-bad = np.array([1 << 40], np.uint64)
+bad = np.array([1 << 12], np.uint64)
 side = Side(outer=0)
 copy = PreparedCopy(CopyPlan(side, side, 1, 1, 1, 1, 64), device=0, engine="kernel")
 reached = Reached(bad, bad, False)
