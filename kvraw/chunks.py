@@ -142,6 +142,11 @@ class ChunkRow:
         self._versions.append(version)
         return pool
 
+    @property
+    def one_pool(self) -> HostPool | None:
+        """The pool, where all are chunks of one."""
+        return self.pools[0] if len(self.pools) == 1 and not self._foreign else None
+
     def borrow(self, operation: Operation | Running) -> None:
         """Note an operation that uses the chunks with their pools, which look at them once more.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from kvraw.cache import PagedCache
 from kvraw.chunks import chunk_bytes
 from kvraw.errors import BoundsError, LayoutError
+from kvraw.runtime.pool import HostChunk
 from kvraw.transfer_plan import Direction, Transfer, TransferPlan
 
 __all__ = ["load", "load_slots", "store", "store_slots"]
@@ -26,7 +27,10 @@ def _plan_for(
 ) -> TransferPlan:
     """The plan for these arguments, kept with the cache."""
     # 0: there is no chunk to tell; None: an address, which does not, or not asked.
-    nbytes = chunk_bytes(chunks) if chunk_tokens is None else None
+    nbytes = None
+    if chunk_tokens is None:
+        first = chunks[0] if type(chunks) is list and chunks else None
+        nbytes = first.nbytes if type(first) is HostChunk else chunk_bytes(chunks)
     key = (direction, by, chunk_tokens, nbytes, chunk_layout, engine, check, ctas)
     plan: TransferPlan | None = cache.plans.get(key)
     if plan is None:

@@ -15,6 +15,7 @@ from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.gpu import GpuCall, GpuPlan
 from kvraw.engines.operands import Operands, check_distinct, check_host_index, require_index
 from kvraw.engines.planner import Choice
+from kvraw.engines.repeat import RepeatedCalls
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import ChunkLayout
 from kvraw.layout import chunk_side, copy_plan, find_chunk_layout
@@ -147,6 +148,7 @@ class TransferPlan(Uncopied):
         self._done = Choice(named, "the cache is in host memory", 0.0)
         self._cpu: cpu.CpuPlan | None = None
         self._gpu: GpuPlan | None = None
+        self._repeat: RepeatedCalls | None = None
         self._state: DeviceState | None = None
         if cache.device is not None:
             names = (self._ids_name, "chunks") if store else ("chunks", self._ids_name)
@@ -161,6 +163,9 @@ class TransferPlan(Uncopied):
                 check=check,
                 distinct=distinct,
                 names=names,
+            )
+            self._repeat = RepeatedCalls(
+                self._gpu, cache.device, self.chunk_bytes, self._per_chunk, store and self._distinct
             )
         elif named == "cpu":
             self._cpu = cpu.CpuPlan(self.plan)
@@ -214,6 +219,11 @@ class TransferPlan(Uncopied):
         PlacementError
             A chunk lies where the engine cannot reach it, a store's is read-only, or the stream is another device's.
         """
+        repeat = self._repeat
+        if repeat is not None and skip == 0 and type(skip) is int and not side:
+            done = repeat(chunks, ids, stream, self.cache)
+            if done is not None:
+                return Transfer(self, *done)
         index = index_vector(self._ids_name, ids)
         row = ChunkRow(chunks, self.chunk_bytes, self._store)
         if type(skip) is not int or skip < 0:
@@ -286,6 +296,8 @@ class TransferPlan(Uncopied):
                 edges = tuple(row.edges)
                 call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing, edges, row.bits)
                 choice = gpu.enqueue(state, operation, call)
+                if operation.recorded and self._repeat is not None and (pool := row.one_pool) is not None:
+                    self._repeat.learn(state, pool, call)
                 completion = operation.commit((self.cache, row.owners, index.owner))
             except BaseException:
                 operation.abort()

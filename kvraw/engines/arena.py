@@ -58,6 +58,10 @@ class StagingRing:
     ----------
     copies, packs : Stream
         The streams of the large copies, and of the kernels that pack for them.
+    turn : int
+        Which slot was the last.
+    start : int
+        An event that programs record ahead of their first slot.
     """
 
     def __init__(self, device: int, nbytes: int, depth: int) -> None:
@@ -72,7 +76,7 @@ class StagingRing:
             for slot in self._slots:
                 slot.discard()
             raise
-        self._at = 0
+        self.turn = 0
         self.start = driver().event_create()
 
     @property
@@ -82,23 +86,16 @@ class StagingRing:
 
     def next(self) -> _Slot:
         """The slot whose turn it is."""
-        self._at = (self._at + 1) % len(self._slots)
-        return self._slots[self._at]
-
-    @property
-    def turn(self) -> int:
-        """Which slot was the last."""
-        return self._at
+        self.turn = (self.turn + 1) % len(self._slots)
+        return self._slots[self.turn]
 
     def coming(self, count: int) -> list[_Slot]:
         """The slots whose turn it is next, as often as it comes; a program of that many steps uses them."""
-        return [self._slots[(self._at + 1 + k) % len(self._slots)] for k in range(count)]
+        return [self._slots[(self.turn + 1 + k) % len(self._slots)] for k in range(count)]
 
     def advance(self, count: int) -> None:
-        """Note that a program used that many."""
-        for slot in self.coming(min(count, len(self._slots))):
-            slot.used = True
-        self._at = (self._at + count) % len(self._slots)
+        """Note that a program used that many, of which each had been used before."""
+        self.turn = (self.turn + count) % len(self._slots)
 
 
 class StagingArena:

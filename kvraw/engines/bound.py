@@ -57,17 +57,21 @@ class _Places(NamedTuple):
     ----------
     stream, event : Value
         Its stream and event.
-    seen, host : Value
-        Where the vectors of its chunks' addresses lie, as the device and as the host see them.
     single : dict of int to Value
         The address, as the host sees it, of some chunks.
+    seen, host : numpy.ndarray of uint64
+        The addresses of its chunks as the device and as the host see them.
     """
 
     stream: Value
     event: Value
-    seen: Value
-    host: Value
     single: dict[int, Value]
+    seen: U64
+    host: U64
+
+    def at(self, vector: U64, chunk: int) -> int:
+        """Where the address of a chunk stands."""
+        return int(vector.ctypes.data) + 8 * chunk
 
 
 class BoundCall:
@@ -81,12 +85,13 @@ class BoundCall:
         Staging slots that it uses.
     """
 
-    __slots__ = ("_places", "_refs", "program", "steps", "streams")
+    __slots__ = ("_event", "_places", "_refs", "_stream", "program", "steps", "streams")
 
     def __init__(
         self, program: Program, places: _Places, refs: object, streams: tuple[int, ...] = (), steps: int = 0
     ) -> None:
         self.program, self._places, self.streams, self.steps = program, places, streams, steps
+        self._stream, self._event = places.stream.index, places.event.index
         self._refs = refs  # argument blocks and vectors that its rows name
 
     def run(self, stream: int, event: int, ids: I64, seen: U64, host: U64) -> bool:
@@ -102,18 +107,20 @@ class BoundCall:
         DriverError
             A driver call failed; what came before it was enqueued.
         """
-        values, places = self.program.values, self._places
-        values[places.stream.index] = stream
-        values[places.event.index] = event
-        values[places.seen.index] = seen.ctypes.data
-        values[places.host.index] = host.ctypes.data
-        for chunk, value in places.single.items():
-            values[value.index] = host.item(chunk)
-        return self.program.run(ids)
+        program, places = self.program, self._places
+        values = program.values
+        values[self._stream] = stream
+        values[self._event] = event
+        places.seen[:] = seen
+        if self.steps:
+            places.host[:] = host
+            for chunk, value in places.single.items():
+                values[value.index] = host.item(chunk)
+        return program.run(ids)
 
 
-def _begin(c: Commands, device: int, check: IdCheck, first: int, count: int) -> _Places:
-    places = _Places(c.value(), c.value(), c.value(), c.value(), {})
+def _begin(c: Commands, device: int, check: IdCheck, first: int, count: int, chunks: int) -> _Places:
+    places = _Places(c.value(), c.value(), {}, np.zeros(chunks, np.uint64), np.zeros(chunks, np.uint64))
     c.on_device(device)
     c.uncaptured(places.stream)
     side = check.side
@@ -135,9 +142,9 @@ def bind_kernel(
 ) -> BoundCall:
     """The call that is one launch: `chunks` addresses are the table of side `flat` (0: source)."""
     c = Commands()
-    places = _begin(c, state.device, check, first, count)
+    places = _begin(c, state.device, check, first, count, chunks)
     c.write(launch.index_address, IDS + 8 * first, count)
-    c.write(launch.table_addresses[flat], places.seen, chunks)
+    c.write(launch.table_addresses[flat], places.at(places.seen, 0), chunks)
     c.launch(launch.kernel, launch.ctas, launch.threads, places.stream, launch.params)
     c.record(places.event, places.stream)
     return BoundCall(Program(c, state.owner), places, launch)
@@ -164,7 +171,7 @@ def bind_staged(
         Which chunks begin where the one before ends, in host memory.
     """
     c = Commands()
-    places = _begin(c, state.device, check, 0, count)
+    places = _begin(c, state.device, check, 0, count, len(joined))
     copies, packs, refs = ring.copies.handle, ring.packs.handle, list[object]()
     writer: Value | int = packs if store else copies
     reader: Value | int = copies if store else places.stream
@@ -179,7 +186,7 @@ def bind_staged(
 
     if lead is not None:
         table = lead.launch.table_addresses[flat]
-        c.write(table, places.seen + 8 * lead.chunk, lead.chunks, add=lead.launch.table_offset)
+        c.write(table, places.at(places.seen, lead.chunk), lead.chunks, add=lead.launch.table_offset)
         launch(lead, places.stream)
     slots = ring.coming(len(steps))
     for step, slot in zip(steps, slots, strict=True):
@@ -222,7 +229,7 @@ def _move(
         host: U64 = np.zeros(len(begins), np.uint64)
         at = int(host.ctypes.data)
         for group in _runs(begins):
-            c.write(at, places.host + 8 * group[0], len(group), add=step.offset)
+            c.write(at, places.at(places.host, group[0]), len(group), add=step.offset)
             at += 8 * len(group)
         refs += [host, device, sizes]
         dst, src = (int(v.ctypes.data) for v in ((host, device) if store else (device, host)))

@@ -16,6 +16,7 @@ from kvraw.runtime.context import DeviceScope, generation, reset_error, tie
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.inflight import InFlight
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
+from kvraw.runtime.register import cut_list
 from kvraw.runtime.stream import Stream
 
 __all__ = ["DeviceState", "Upload", "device_state", "drain"]
@@ -60,10 +61,13 @@ class DeviceState:
         self._side: dict[str, Stream] = {}
         self._uploads: dict[int, list[Upload]] = defaultdict(list)
         self.generation = generation(device)
+        self.lost = False  # the context was reset
+        self.cuts = cut_list(d)
         tie(self)
 
     def context_lost(self) -> None:
         """Nothing of it can be used again: the next call makes another."""
+        self.lost = True
         with _lock:
             states = _states.get(self.owner, _NONE)
             if states.get(self.device) is self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,6 @@ from kvraw.errors import BoundsError, DriverError, PlacementError
 from kvraw.plan import CopyPlan
 from kvraw.runtime import fork
 from kvraw.runtime.inflight import Operation
-from kvraw.runtime.register import spans
 
 __all__ = ["GpuCall", "GpuPlan"]
 
@@ -120,6 +120,15 @@ class GpuPlan:
     def _sides(self, index: IndexVector, chunks: U64, bits: int = -1) -> tuple[Operands, Operands]:
         paged, flat = Operands(self._bases, index), Operands(chunks, None, None, bits)
         return (paged, flat) if self.store else (flat, paged)
+
+    def settled_choice(self, call: GpuCall) -> Choice | None:
+        """The engine of calls like one that was enqueued, where it is the same whatever their ids are."""
+        plan = self.plan
+        if plan.src_flat.skip_negative or plan.dst_flat.skip_negative:
+            return None
+        if self._fixed is not None:
+            return self._fixed
+        return self._choices.get((call.count, call.first % self._per_chunk, call.link, False, False, False))
 
     def choose(self, state: DeviceState, call: GpuCall) -> Choice:
         """The engine of a call."""
@@ -255,38 +264,63 @@ class GpuPlan:
         if host is None or call.capturing or engine == "copy":
             return False
         if engine == "kernel":
-            with self._lock:
-                bound = self._bound_kernel(state, call)
-                return bound is not None and self._run(operation, bound, call, host)
+            bound = self.bound_kernel(state, call)
+            return bound is not None and self.run_kernel(operation, bound, host, call.chunks, call.host_chunks)
         if call.first or call.count != len(call.chunks) * self._per_chunk:
             return False
-        places = call.host_chunks
-        low, high = int(places.min()), int(places.max()) + self._chunk_bytes
-        if spans(low, high, call.edges):
+        return self.run_staged(state, operation, host, call.chunks, call.host_chunks, call.bits, call.edges)
+
+    def run_kernel(self, operation: Operation, bound: BoundCall, ids: I64, seen: U64, places: U64) -> bool:
+        """Enqueue a bound kernel call; False where it must be enqueued step by step.
+
+        `seen` and `places` are the chunks' addresses as the device and as the host see them.
+        """
+        stream, event, enqueued = operation.stream, operation._event, operation.enqueued
+        assert event is not None
+        enqueued.append(stream)
+        with self._lock:
+            try:
+                done = operation.recorded = bound.run(stream, event, ids, seen, places)
+            except BoundsError:
+                enqueued.clear()
+                raise
+        if not done:
+            enqueued.clear()
+        return done
+
+    def run_staged(
+        self,
+        state: DeviceState,
+        operation: Operation,
+        ids: I64,
+        seen: U64,
+        places: U64,
+        bits: int,
+        edges: tuple[int, ...] = (),
+    ) -> bool:
+        """Enqueue whole chunks through the staging slots by a bound program; False where it must go step by step.
+
+        `bits` is the alignment of the chunks as the device sees them, or -1.
+        """
+        if len(places) == 1:
+            low = high = places.item(0)
+        else:
+            low, high = int(np.minimum.reduce(places)), int(np.maximum.reduce(places))
+        high += self._chunk_bytes
+        cuts = state.cuts()
+        at = bisect.bisect_right(cuts, low)
+        if (at < len(cuts) and cuts[at] < high) or (edges and any(low < edge < high for edge in edges)):
             return False
         staged, ring = self._stage(state)
         with ring.lock:
-            bound = self._bound_staged(state, staged, ring, call)
-            if bound is None or not self._run(operation, bound, call, host):
+            bound = self._bound_staged(state, staged, ring, ids, seen, places, bits)
+            if bound is None or not _run(operation, bound, ids, seen, places):
                 return False
             ring.advance(bound.steps)
         return True
 
-    @staticmethod
-    def _run(operation: Operation, bound: BoundCall, call: GpuCall, host: I64) -> bool:
-        assert operation.event is not None
-        operation.enqueued += [operation.stream, *bound.streams]
-        try:
-            done = bound.run(operation.stream, operation.event, host, call.chunks, call.host_chunks)
-        except BoundsError:
-            operation.enqueued.clear()
-            raise
-        if not done:
-            operation.enqueued.clear()
-        operation.recorded = done
-        return done
-
-    def _bound_kernel(self, state: DeviceState, call: GpuCall) -> BoundCall | None:
+    def bound_kernel(self, state: DeviceState, call: GpuCall) -> BoundCall | None:
+        """The program of a kernel call; None where it needs more than an argument block holds."""
         bits = call.bits if call.bits >= 0 else int(np.bitwise_or.reduce(call.chunks))
         bits &= 15
         key = ("kernel", call.first, call.count, len(call.chunks), bits, call.link, state)
@@ -312,17 +346,18 @@ class GpuPlan:
         return self._keep_bound(key, bound)
 
     def _bound_staged(
-        self, state: DeviceState, staged: StagedPlan, ring: StagingRing, call: GpuCall
+        self, state: DeviceState, staged: StagedPlan, ring: StagingRing, ids: I64, seen: U64, places: U64, bits: int
     ) -> BoundCall | None:
-        bits = (call.bits if call.bits >= 0 else int(np.bitwise_or.reduce(call.chunks))) & 15
-        places = call.host_chunks
-        joined = (False, *(places[1:] == places[:-1] + np.uint64(self._chunk_bytes)).tolist())
-        key = ("staged", call.count, bits, joined, ring.turn, state)
+        bits = (bits if bits >= 0 else int(np.bitwise_or.reduce(seen))) & 15
+        joined: tuple[bool, ...] = (False,)
+        if len(places) > 1:
+            joined = (False, *(places[1:] == places[:-1] + np.uint64(self._chunk_bytes)).tolist())
+        key = ("staged", len(ids), bits, joined, ring.turn, state)
         try:
             return self._bound[key]
         except KeyError:
             pass
-        bound = staged.bind(state, ring, self.id_check, len(call.chunks), bits, joined)
+        bound = staged.bind(state, ring, self.id_check, len(places), bits, joined)
         return bound if bound is None else self._keep_bound(key, bound)  # None: its slots were not used yet
 
     def _keep_bound(self, key: tuple[object, ...], bound: BoundCall | None) -> BoundCall | None:
@@ -359,3 +394,21 @@ class GpuPlan:
         for begin, stop in ((call.first, inner[0]), (inner[1], end)):
             if stop > begin:
                 self.kernel.enqueue(state, operation, src, dst, begin, stop - begin, link=call.link)
+
+
+def _run(operation: Operation, bound: BoundCall, ids: I64, seen: U64, places: U64) -> bool:
+    """Run a bound program for an operation, and note where it enqueued."""
+    event = operation.event
+    assert event is not None
+    enqueued = operation.enqueued
+    enqueued.append(operation.stream)
+    enqueued += bound.streams
+    try:
+        done = bound.run(operation.stream, event, ids, seen, places)
+    except BoundsError:
+        enqueued.clear()
+        raise
+    if not done:
+        enqueued.clear()
+    operation.recorded = done
+    return done

@@ -188,7 +188,15 @@ class Operation(Completion):
     def __init__(self, books: InFlight, stream: int, captured: bool) -> None:
         self.stream, self.error = stream, None
         self._books, self.captured = books, captured
-        self._event = None if captured else books.take_event()
+        if captured:
+            self._event = None
+        elif books.events:
+            try:
+                self._event = books.events.pop()
+            except IndexError:  # another thread took it
+                self._event = books.take_event()
+        else:
+            self._event = books.take_event()
         self._pending, self.told, self.lost, self.uses = True, False, False, None
         self._refs, self._reports, self._settle = None, (), ()
         self.enqueued: list[int] = []
@@ -260,13 +268,19 @@ class Operation(Completion):
 
 
 class InFlight:
-    """Operations of one device that are not known to be over, and events to be used again."""
+    """Operations of one device that are not known to be over, and events to be used again.
+
+    Attributes
+    ----------
+    events : list of int
+        Events that nobody uses; while there is one, an operation can begin without the device's context.
+    """
 
     def __init__(self) -> None:
         self.owner = driver()
         self.settle_lock = fork.lock()
         self._open: deque[Completion] = deque()
-        self._events: list[int] = []
+        self.events: list[int] = []
         self._begun = 0
         self.lost: list[object] = []
         self.captured: list[Captured] = []  # for good: nothing tells when the graphs are gone that replay them
@@ -278,13 +292,13 @@ class InFlight:
     def take_event(self) -> int:
         """An event that nobody uses. The device's context is current."""
         try:
-            return self._events.pop()
+            return self.events.pop()
         except IndexError:
             return driver().event_create()
 
     def give_event(self, event: int) -> Exception | None:
         """Take an event back."""
-        self._events.append(event)
+        self.events.append(event)
         return None
 
     def begin(self, stream: int, *, captured: bool = False) -> Operation:
@@ -312,7 +326,7 @@ class InFlight:
         """End every operation with an error: the context, with all its events and work, is gone."""
         with self.settle_lock:
             lost, self._open = list(self._open), deque()
-            self._events.clear()
+            self.events.clear()
             for one in lost:
                 one.error = one.error or error
                 one._event, one._reports, one._settle, one._pending = None, (), (), False

@@ -104,10 +104,17 @@ class InUse:
         To be called ahead of the enqueueing: memory that another thread frees meanwhile is then not handed out again.
         """
         with self._lock:
-            self._queues.setdefault(getattr(completion, "stream", None), deque()).append(Use(completion))
-            self._borrowed += 1
-            if self._borrowed % 64 == 0:
-                self._settle()
+            self.note_use(getattr(completion, "stream", None), completion)
+
+    def note_use(self, stream: object, completion: Completion | Running) -> None:
+        """`borrow` where the lock is held, for an operation on a stream."""
+        queue = self._queues.get(stream)
+        if queue is None:
+            queue = self._queues.setdefault(stream, deque())
+        queue.append(Use(completion))
+        self._borrowed += 1
+        if self._borrowed % 64 == 0:
+            self._settle()
 
     def _on_devices(self) -> list[Use]:
         """What may be under way and is not the work of a thread."""

@@ -14,7 +14,7 @@ from kvraw.checks import Uncopied, integer
 from kvraw.errors import BoundsError, ClosedError, HostMemoryError
 from kvraw.runtime.buffer import HostBuffer
 from kvraw.runtime.host_map import HostMemory, HostOptions
-from kvraw.runtime.inflight import Completion
+from kvraw.runtime.inflight import Completion, Operation
 from kvraw.runtime.inuse import Running, Use
 from kvraw.runtime.suballoc import Arena, Size
 
@@ -350,6 +350,24 @@ class HostPool(HostBuffer):
             self.borrow(completion)
             if version != self.version:
                 require_live()
+
+    def use_chunks(self, operation: Operation, version: int) -> int | None:
+        """`borrow_chunks` for an operation on a GPU, where nothing is to be looked at once more: the `device_shift`.
+
+        None, and nothing is noted, where the pool is closed or not pinned, or another thread freed chunks since.
+        """
+        memory = self._memory
+        with self._lock:
+            if (
+                self._torn
+                or version != self.version
+                or self._closed
+                or self._forked
+                or not (memory.registrations or memory.kind == "pinned")
+            ):
+                return None
+            self.note_use(operation.stream, operation)
+            return memory.shift
 
     def info(self) -> dict[str, object]:
         """What was really obtained, see `HostBuffer.info`; and of chunks: how many are handed out, what is free.

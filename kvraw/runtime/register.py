@@ -334,6 +334,12 @@ def note_edges(d: CudaDriver, edges: set[int]) -> bool:
     return bool(new)
 
 
+def cut_list(d: CudaDriver) -> Callable[[], list[int]]:
+    """What gives the ascending addresses that no copy may span, without a lock and without asking anything."""
+    book = _book(d)
+    return lambda: book.listed
+
+
 def cuts_with(more: Sequence[int] | U64 = ()) -> U64:
     """Ascending addresses that no copy may span: ends of what kvraw registered or allocated, and these."""
     d = driver_here()

@@ -107,6 +107,7 @@ class Stream:
         self._lost = False
         with FreshScope(device):
             self._handle = d.stream_create()
+        self.open_handle = self._handle  # 0 once it is closed or lost
         self._finalizer = weakref.finalize(self, _destroy, weakref.ref(d), device, self._handle)
         tie(self)
         self._finalizer.atexit = False  # transfers may go on at exit; the driver ends them, and frees what they use
@@ -120,6 +121,7 @@ class Stream:
 
     def context_lost(self) -> None:
         """It ended with its device's context."""
+        self.open_handle = 0
         if self._finalizer.detach():
             self._lost = True
 
@@ -132,6 +134,7 @@ class Stream:
 
     def close(self) -> None:
         """Destroy the stream; work that it was given still completes. Idempotent."""
+        self.open_handle = 0
         self._finalizer()
 
     def __enter__(self) -> Stream:
