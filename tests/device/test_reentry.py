@@ -140,7 +140,7 @@ def test_a_finalizer_that_drains_while_an_error_is_read(fake: FakeDriver, monkey
             transfer.wait()
     assert entered
     with DeviceScope(0):
-        events = device_state(0).books._events
+        events = device_state(0).books.events
     assert len(events) == len(set(events))
     assert None not in events
     for _ in range(20):
