@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvraw.batch import BatchCopy as BatchCopy
     from kvraw.batch import memcpy_batch as memcpy_batch
     from kvraw.cache import PagedCache as PagedCache
-    from kvraw.engines.cpu import warm_up as warm_up
+    from kvraw.engines.warm import warm_up as warm_up
     from kvraw.errors import ArtifactError as ArtifactError
     from kvraw.errors import BoundsError as BoundsError
     from kvraw.errors import ClosedError as ClosedError
@@ -61,7 +61,7 @@ _ERRORS = (
 _HOMES = {
     "kvraw.batch": "BatchCopy memcpy_batch",
     "kvraw.cache": "PagedCache",
-    "kvraw.engines.cpu": "warm_up",
+    "kvraw.engines.warm": "warm_up",
     "kvraw.errors": _ERRORS,
     "kvraw.host_kv_pool": "HostKVPool",
     "kvraw.layerwise": "LayerwiseLoad",

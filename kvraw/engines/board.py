@@ -112,6 +112,11 @@ class Board:
             ticket.completion = operation
         return ticket.address
 
+    def get_ready(self) -> None:
+        """Have tickets at hand; the device's context is current."""
+        if not self._free:
+            self._free.append(self._more())
+
     def _more(self) -> Ticket:
         size = len(_CLEAR)
         block = PinnedBuffer(size * _PAGES, self._device)

@@ -177,7 +177,7 @@ def _compile() -> Callable[..., int]:
     return found
 
 
-_compiled: Compiled[Callable[..., int]] = Compiled("copies of the copy engine are enumerated", _compile)
+COMPILED: Compiled[Callable[..., int]] = Compiled("copies of the copy engine are enumerated", _compile)
 _NO_VALUES = np.zeros(0, np.int64)
 
 
@@ -216,9 +216,9 @@ class DescriptorPlan:
             Addresses that no copy spans, beside the ends of registrations that kvraw made.
         """
         plan = self._plan
-        function = _compiled.entry
+        function = COMPILED.entry
         if function is None or not count:
-            _compiled.start()
+            COMPILED.start()
             return split(describe(plan, src, dst, first, count, *apart), edges)
         sides = self._sides.copy()
         sides[0, 4], sides[1, 4] = src.host_index is not None, dst.host_index is not None

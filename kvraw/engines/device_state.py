@@ -88,6 +88,17 @@ class DeviceState:
                 self._side[direction] = Stream(self.device)
             return self._side[direction]
 
+    def get_ready(self, events: int, uploads: tuple[int, ...]) -> None:
+        """Make events, upload buffers of these words, and status words, ahead of their use."""
+        made = [self.books.take_event() for _ in range(events)]
+        for event in made:
+            self.books.give_event(event)
+        for upload in [self.take_upload(words) for words in uploads]:
+            self.give_upload(upload)
+        self.board.get_ready()
+        for direction in ("store", "load", "copy"):
+            self.side_stream(direction)
+
     def take_upload(self, words: int) -> Upload:
         """Buffers for at least this many words, to be given back with `give_upload`."""
         size = max(1024, 1 << (words - 1).bit_length())

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvraw.runtime import fork
 
-__all__ = ["Compiled", "compile_all"]
+__all__ = ["Compiled"]
 
 _log = logging.getLogger("kvraw")
 T = TypeVar("T")
-_all: weakref.WeakSet[Compiled[object]] = weakref.WeakSet()
 
 
 class Compiled(Generic[T]):
@@ -40,7 +38,6 @@ class Compiled(Generic[T]):
         fork.wait_for(self._lock)  # a fork in the midst of compiling would leave the compiler's locks to nobody
         self._thread: threading.Thread | None = None
         self._tried = False
-        _all.add(self)  # type: ignore[arg-type]
 
     def start(self) -> None:
         """Compile in the background, once."""
@@ -64,9 +61,3 @@ class Compiled(Generic[T]):
                 self.entry = self._make()
             except Exception as error:
                 _log.info("%s by Python, slower: %s: %s", self._what, type(error).__name__, error)
-
-
-def compile_all() -> None:
-    """Compile everything now."""
-    for one in list(_all):
-        one.compile()

@@ -99,13 +99,13 @@ def _compile() -> Entry:
     return entry_point()
 
 
-_compiler: Compiled[Entry] = Compiled("programs of driver calls are run", _compile)
+COMPILED: Compiled[Entry] = Compiled("programs of driver calls are run", _compile)
 
 
 def warm_up() -> bool:
     """Compile the runner of programs now; whether it could be."""
-    _compiler.compile()
-    return _compiler.entry is not None
+    COMPILED.compile()
+    return COMPILED.entry is not None
 
 
 class Program:
@@ -192,8 +192,8 @@ class Program:
             else:
                 self._functions_array = self._functions.table()
                 head[pr.FUNCTIONS] = self._functions_array.ctypes.data
-                _compiler.start()
-                self._entry = _compiler.entry
+                COMPILED.start()
+                self._entry = COMPILED.entry
 
     def __len__(self) -> int:
         return len(self._table)
@@ -202,7 +202,7 @@ class Program:
     def compiled(self) -> bool:
         """Whether the next run is the compiled runner's."""
         if self._entry is None and self._functions is not None:
-            self._entry = _compiler.entry
+            self._entry = COMPILED.entry
         return self._entry is not None
 
     @property

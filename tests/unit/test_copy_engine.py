@@ -165,8 +165,8 @@ def test_items_are_joined_as_their_runs_would_be(ids: list[int], count: int, num
 @pytest.fixture(scope="module")
 def compiled() -> None:
     pytest.importorskip("numba")
-    copy_engine._compiled.compile()
-    assert copy_engine._compiled.entry is not None
+    copy_engine.COMPILED.compile()
+    assert copy_engine.COMPILED.entry is not None
 
 
 @given(

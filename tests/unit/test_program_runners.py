@@ -169,7 +169,7 @@ def test_a_fork_and_an_exit_in_the_midst_of_compiling() -> None:
 
 
 def test_why_it_is_python_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "_compiler", module.Compiled("programs are run", module._compile))
+    monkeypatch.setattr(module, "COMPILED", module.Compiled("programs are run", module._compile))
     monkeypatch.setitem(sys.modules, "kvraw.runtime.program_numba", None)
     with caplog.at_level(logging.INFO, "kvraw"):
         assert not warm_up()
