@@ -87,8 +87,6 @@ def beside_threads(shape: Shape | None, nbytes: int, device: int | None, seconds
     """Every engine, both directions, one transfer waited for and eight in flight: alone, and beside the thread."""
     rows = []
     fitted = (shape or BLOCKS).within(nbytes) or shape or BLOCKS
-    with _Counter() as idle:
-        time.sleep(seconds)
     with Workload(fitted, nbytes, device) as work:
         for engine in CPU if device is None else _ENGINES:
             for direction in DIRECTIONS:
@@ -98,6 +96,8 @@ def beside_threads(shape: Shape | None, nbytes: int, device: int | None, seconds
                     rate = _Rate(work, plan, in_flight)
                     rate.run(min(seconds, 0.2))
                     alone = rate.run(seconds)
+                    with _Counter() as idle:  # anew each time: clocks drift
+                        time.sleep(seconds / 2)
                     with _Counter() as counter:
                         beside = rate.run(seconds)
                     p50, p99 = np.percentile(rate.enqueues, [50, 99]) * 1e6
