@@ -7,10 +7,10 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from kvraw.engines.device_state import device_state
+from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.runtime.stream import capturing
 
-__all__ = ["nobody", "raise_found", "teller"]
+__all__ = ["nobody", "pending", "raise_found", "teller"]
 
 _log = logging.getLogger("kvraw")
 _found: defaultdict[int, deque[Exception]] = defaultdict(deque)
@@ -24,6 +24,11 @@ def teller(device: int) -> Callable[[Exception], None]:
 
 def nobody(error: Exception) -> None:
     """Takes an error that another copy of the same operation tells as well."""
+
+
+def pending(state: DeviceState) -> bool:
+    """Whether `raise_found` may have something to raise; asks the driver nothing."""
+    return bool(_found[state.device]) or state.board.written()
 
 
 def raise_found(device: int, stream: int) -> bool:
