@@ -12,7 +12,7 @@ from kvraw.engines.copy_engine import Descriptors, merge, split
 from kvraw.errors import BoundsError
 from kvraw.runtime.compiled import Compiled
 
-__all__ = ["first_uncovered", "join", "page_starts"]
+__all__ = ["COMPILED", "first_uncovered", "join", "page_starts"]
 
 
 def _made(name: str) -> Callable[[], Callable[..., int]]:
@@ -26,7 +26,9 @@ def _made(name: str) -> Callable[[], Callable[..., int]]:
 
 
 _WHAT = "vectors of callers are looked through"
-_page_starts, _cover, _join = (Compiled(_WHAT, _made(name)) for name in ("page_starts", "cover", "join"))
+COMPILED = _page_starts, _cover, _join = tuple(
+    Compiled(_WHAT, _made(name)) for name in ("page_starts", "cover", "join")
+)
 
 
 def _entry(compiled: Compiled[Any]) -> Any:
