@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.copies import PlannedCopies
+from kvraw.adapters.copies import bound_copies, copy_items
 from kvraw.adapters.found import raise_found
 from kvraw.adapters.sglang_kernel import INTS, WARPS, End, Numbers, default_quota, ids_on_device, launch, transfer
 from kvraw.arrays import I64
@@ -140,7 +140,7 @@ def _by_pages(
     quota: int,
 ) -> None:
     device, count, index = int(src_indices.get_device()), len(pages) * page_size, ids_on_device(src_indices)
-    copies = PlannedCopies(device, [*staging[2], *dst])
+    copies = bound_copies(dst)
     side = Side(outer=page_size * staging[1], table_layer=1, entries=len(dst))
     plan = CopyPlan(side, side, layers=len(dst), planes=1, tokens=1, heads=1, run=side.outer)
     copies.add(plan, [int(t.data_ptr()) for t in staging[2]], [int(t.data_ptr()) for t in dst])
@@ -151,4 +151,4 @@ def _by_pages(
         part = index[0] + begin * index[1], index[1], index[2]
         launch(source, staging, numbers, quota, WARPS, device, part, (0, 0, None), many, raising=False)
         to = pages[begin // page_size : (begin + many) // page_size]
-        copies(np.arange(len(to)), to, (staging, dst), raising=False)
+        copy_items(copies, device, np.arange(len(to)), to, (staging, dst), raising=False)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvraw.arrays import I64, U64
+from kvraw.engines.bound_copies import ends_around
 from kvraw.engines.device_state import device_state
 from kvraw.errors import DriverError, LayoutError, PlacementError
 from kvraw.plain import unusable
@@ -21,7 +22,6 @@ __all__ = [
     "Span",
     "current_stream",
     "dtype_name",
-    "ends_around",
     "find_ranges",
     "host_values",
     "index_array",
@@ -161,15 +161,6 @@ def span(tensor: Any) -> Span:
     """The range that a tensor's elements lie in."""
     reached = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.data_ptr()), (int(reached) + 1) * int(tensor.element_size()) if tensor.numel() else 0
-
-
-def ends_around(address: int, nbytes: int) -> list[int]:
-    """Where pinned memory begins and ends in a range that counts as pageable, but for islands inside it."""
-    call = driver_or_none()
-    if call is None:
-        return []
-    found = [call.pointer_info(at) for at in (address, address + nbytes - 1)]
-    return [edge for info in found if info is not None for edge in (info.base, info.base + info.size)]
 
 
 class Ranges(NamedTuple):
