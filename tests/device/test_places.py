@@ -248,11 +248,12 @@ def test_a_refused_batch_over_the_end_is_not_tried_again_in_pieces(device: int, 
     """What lies behind device memory would be taken for host memory by the driver, which faults there."""
     w = World(device)
     with ExitStack() as stack:
-        for _ in range(64):  # until nothing lies behind it
-            memory = stack.enter_context(kvraw.DeviceBuffer(4 << 20, device))
-            end = memory.address + memory.nbytes
-            if locate(end, 1).device_address == 0:
-                break
+        buffers = [stack.enter_context(kvraw.DeviceBuffer(4 << 20, device)) for _ in range(8)]
+        buffers.sort(key=lambda one: one.address)
+        for one in buffers[1::2]:  # nothing lies behind the others then
+            one.close()
+        memory = next(one for one in buffers[::2] if locate(one.address + one.nbytes, 1).device_address == 0)
+        end = memory.address + memory.nbytes
         args = {"dst": [w.chunks[0].address] * 2, "src": [w.chunks[1].address] * 2}
         args[side] = [memory.address, end - 32]
         with pytest.raises(kvraw.DriverError) as caught:
