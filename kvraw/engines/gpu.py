@@ -121,14 +121,23 @@ class GpuPlan:
         paged, flat = Operands(self._bases, index), Operands(chunks, None, None, bits)
         return (paged, flat) if self.store else (flat, paged)
 
-    def settled_choice(self, call: GpuCall) -> Choice | None:
-        """The engine of calls like one that was enqueued, where it is the same whatever their ids are."""
+    def settled_choice(self, call: GpuCall, joined: int | None = None) -> Choice | None:
+        """The engine of calls like one that was enqueued, where it is the same whatever their ids are.
+
+        With `joined`, that of calls with as many `joined_items`.
+        """
         plan = self.plan
         if plan.src_flat.skip_negative or plan.dst_flat.skip_negative:
             return None
         if self._fixed is not None:
             return self._fixed
-        return self._choices.get((call.count, call.first % self._per_chunk, call.link, False, False, False))
+        key = (call.count, call.first % self._per_chunk, call.link, False, False, False)
+        return self._choices.get(key if joined is None else (*key, joined))
+
+    @staticmethod
+    def joined_items(ids: I64) -> int:
+        """How many ids follow each other, on the average."""
+        return len(ids) // (1 + int(np.count_nonzero(ids[1:] - ids[:-1] != 1)))
 
     def choose(self, state: DeviceState, call: GpuCall) -> Choice:
         """The engine of a call."""
@@ -154,8 +163,7 @@ class GpuPlan:
         if joined == 1 or best_case.engine != "copy":
             return self._keep(key, best_case)  # however neighbouring the ids are
         assert host is not None
-        ids = host[call.first : call.first + call.count]
-        joined = call.count // (1 + np.count_nonzero(ids[1:] - ids[:-1] != 1))
+        joined = self.joined_items(host[call.first : call.first + call.count])
         key = (*key, joined)
         return self._choices.get(key) or self._keep(key, self._decide(state, call, gaps, joined))
 

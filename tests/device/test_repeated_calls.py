@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import kvraw
+from kvraw.engines import gpu
+from kvraw.engines.planner import Profile
 from kvraw.engines.repeat import RepeatedCalls
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.program import Program
@@ -188,4 +190,28 @@ def test_functions_of_a_later_call(fake: FakeDriver, monkeypatch: pytest.MonkeyP
     assert "__call__" in names
     assert len(names) <= most, names
     world.stream.synchronize()
+    world.close()
+
+
+def test_auto_asks_how_many_ids_follow_each_other(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the copy engine would be the fastest for ids that do, it is not taken for those that do not."""
+    curves = {
+        f"{engine} {way}": ((256, a), (1024, b))
+        for engine, a, b in (("kernel", 2.0, 2.0), ("copy", 1.0, 50.0), ("staged", 1.5, 1.5))
+        for way in ("store", "load")
+    }
+    profile = Profile("a test", curves, {"kernel": 1.0, "copy": 1.0, "staged": 1.0})
+    monkeypatch.setattr(gpu, "profile_for", lambda _: profile)
+    world = World(0)
+    apart, joined = np.arange(0, 16, 2, dtype=np.int64), np.arange(8, dtype=np.int64)
+    engines = []
+    for ids in (apart, apart, joined, apart, joined, apart[::-1].copy()):
+        done = kvraw.store(world.cache, world.chunks[:2], ids, stream=world.stream)
+        done.wait()
+        engines.append((done.engine, repeated()))
+        want = world.paged[:, :, ids[:4]].transpose(1, 0, 2, 3, 4, 5)
+        np.testing.assert_array_equal(world.chunk(0), want)
+    assert engines == [
+        ("kernel", False), ("kernel", True), ("copy", False), ("kernel", True), ("copy", False), ("kernel", True)
+    ]  # fmt: skip
     world.close()
