@@ -14,8 +14,9 @@ from kvraw.discovery import discover
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import Format
 from kvraw.layout import CacheLayout, Geometry, find_format
-from kvraw.runtime.context import device_if_active, generation
+from kvraw.runtime.context import device_if_active, generation, reset_error, resets
 from kvraw.runtime.driver import driver_here
+from kvraw.runtime.libc import mapped
 from kvraw.runtime.memory import held_by, locate, locate_all
 
 __all__ = ["PagedCache"]
@@ -50,17 +51,25 @@ class PagedCache(Uncopied):
         The device that holds the cache; None for host memory.
     readonly : bool
         A tensor says that it must not be written: the cache can be stored from, not loaded into.
+    overlapping : bool
+        Elements of a tensor share bytes, such as those of an expanded one: the same holds.
     plans : dict
         Transfer plans that were made for the cache, used again by later calls; some hundred at most.
     """
 
     def __init__(
-        self, layout: CacheLayout, bases: Any, device: int | None, owner: object = None, readonly: bool = False
+        self,
+        layout: CacheLayout,
+        bases: Any,
+        device: int | None,
+        owner: object = None,
+        readonly: bool = False,
+        overlapping: bool = False,
     ) -> None:
         self.layout = layout
         self.bases = pointer_vector("pointers", bases).copy()  # plans take it as unchanged
         self.bases.flags.writeable = False
-        self.device, self.readonly = device, readonly
+        self.device, self.readonly, self.overlapping = device, readonly, overlapping
         self.generation = 0 if device is None else generation(device)  # of the device's context
         self._owner = owner
         self.plans: dict[tuple[object, ...], Any] = {}
@@ -134,7 +143,8 @@ class PagedCache(Uncopied):
             raise PlacementError(f"tensors lie on different devices: {sorted(set(map(str, devices)))}")
         # Not the container that was handed over: the caller may change it.
         owners = tuple(v.owner for v in flat)
-        return cls(found.layout, found.addresses, devices[0], owners, any(v.readonly for v in flat))
+        readonly, overlapping = any(v.readonly for v in flat), any(v.overlaps_itself for v in flat)
+        return cls(found.layout, found.addresses, devices[0], owners, readonly, overlapping)
 
     @classmethod
     def from_pointers(
@@ -176,7 +186,14 @@ class PagedCache(Uncopied):
         cache = cls(CacheLayout(find_format(format), geometry), pointers, device, owner)
         _require_distinct("pointers", cache.layout, cache.bases.tolist())
         if device is None:
-            require_host("pointers", cache.bases, cache.layout.tensor_bytes())
+            nbytes = cache.layout.tensor_bytes()
+            require_host("pointers", cache.bases, nbytes)
+            for at, address in enumerate(cache.bases.tolist()):
+                if not mapped(address, nbytes):
+                    raise BoundsError(
+                        f"pointers[{at}] is {address:#x}: this process has no {nbytes} bytes of memory there, which "
+                        f"{geometry} takes"
+                    )
         else:
             require_on_device("pointers", cache.bases, cache.layout.tensor_bytes(), device)
         return cache
@@ -190,14 +207,24 @@ class PagedCache(Uncopied):
 
     def without_plans(self) -> PagedCache:
         """The same cache for a plan that is kept in `plans`, which then is no cycle: what is dropped ends at once."""
-        made = PagedCache(self.layout, self.bases, self.device, self._owner, self.readonly)
+        made = PagedCache(self.layout, self.bases, self.device, self._owner, self.readonly, self.overlapping)
         made.generation = self.generation
         return made
 
     def require_writable(self) -> None:
-        """Raise `PlacementError` where it is read-only memory."""
+        """Raise `PlacementError` where it is read-only memory, or one element would be written over another."""
         if self.readonly:
             raise PlacementError("cache holds a read-only tensor, must be writable for a load")
+        if self.overlapping:
+            raise PlacementError(
+                "cache holds a tensor whose elements share memory (an expanded one?), must be one of elements of their "
+                "own for a load"
+            )
+
+    def require_context(self) -> None:
+        """Raise `ClosedError` where the context of its device was found to be reset since it was made."""
+        if self.device is not None and resets(self.device) != self.generation:
+            raise reset_error(self.device, "the cache")
 
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of a chunk of this many tokens: all layers, all planes."""
