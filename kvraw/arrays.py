@@ -69,16 +69,6 @@ class TensorView:
         return math.prod(self.shape) * self.itemsize
 
     @property
-    def overlaps_itself(self) -> bool:
-        """Whether elements may share bytes: no axis may step by less than those of smaller steps reach."""
-        end = self.itemsize
-        for step, size in sorted((abs(s), n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
-            if step < end:
-                return self.nbytes > 0
-            end += (size - 1) * step
-        return False
-
-    @property
     def contiguous(self) -> bool:
         """Whether the elements lie in order and without gaps."""
         return self.strides == _tight(self.shape, self.itemsize) or self.nbytes == 0

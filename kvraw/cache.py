@@ -51,25 +51,17 @@ class PagedCache(Uncopied):
         The device that holds the cache; None for host memory.
     readonly : bool
         A tensor says that it must not be written: the cache can be stored from, not loaded into.
-    overlapping : bool
-        Elements of a tensor share bytes, such as those of an expanded one: the same holds.
     plans : dict
         Transfer plans that were made for the cache, used again by later calls; some hundred at most.
     """
 
     def __init__(
-        self,
-        layout: CacheLayout,
-        bases: Any,
-        device: int | None,
-        owner: object = None,
-        readonly: bool = False,
-        overlapping: bool = False,
+        self, layout: CacheLayout, bases: Any, device: int | None, owner: object = None, readonly: bool = False
     ) -> None:
         self.layout = layout
         self.bases = pointer_vector("pointers", bases).copy()  # plans take it as unchanged
         self.bases.flags.writeable = False
-        self.device, self.readonly, self.overlapping = device, readonly, overlapping
+        self.device, self.readonly = device, readonly
         self.generation = 0 if device is None else generation(device)  # of the device's context
         self._owner = owner
         self.plans: dict[tuple[object, ...], Any] = {}
@@ -143,8 +135,7 @@ class PagedCache(Uncopied):
             raise PlacementError(f"tensors lie on different devices: {sorted(set(map(str, devices)))}")
         # Not the container that was handed over: the caller may change it.
         owners = tuple(v.owner for v in flat)
-        readonly, overlapping = any(v.readonly for v in flat), any(v.overlaps_itself for v in flat)
-        return cls(found.layout, found.addresses, devices[0], owners, readonly, overlapping)
+        return cls(found.layout, found.addresses, devices[0], owners, any(v.readonly for v in flat))
 
     @classmethod
     def from_pointers(
@@ -207,19 +198,14 @@ class PagedCache(Uncopied):
 
     def without_plans(self) -> PagedCache:
         """The same cache for a plan that is kept in `plans`, which then is no cycle: what is dropped ends at once."""
-        made = PagedCache(self.layout, self.bases, self.device, self._owner, self.readonly, self.overlapping)
+        made = PagedCache(self.layout, self.bases, self.device, self._owner, self.readonly)
         made.generation = self.generation
         return made
 
     def require_writable(self) -> None:
-        """Raise `PlacementError` where it is read-only memory, or one element would be written over another."""
+        """Raise `PlacementError` where it is read-only memory."""
         if self.readonly:
             raise PlacementError("cache holds a read-only tensor, must be writable for a load")
-        if self.overlapping:
-            raise PlacementError(
-                "cache holds a tensor whose elements share memory (an expanded one?), must be one of elements of their "
-                "own for a load"
-            )
 
     def require_context(self) -> None:
         """Raise `ClosedError` where the context of its device was found to be reset since it was made."""
