@@ -21,7 +21,7 @@ from kvraw.engines import copy_engine
 from kvraw.engines.copy_engine import Descriptors
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import require_plain
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, at_reset
 
 __all__ = ["bounded", "copy_pages", "copy_tokens", "device_of", "first_of_pages", "page_indices"]
 
@@ -156,6 +156,8 @@ def _ready(groups: list[_Group], most: tuple[int, int], *tensor_groups: Sequence
 _FEW, _MOST, _LONG = 8, 512, 1 << 20
 _by_value: dict[tuple[object, ...], _Ready] = {}
 _by_identity: dict[tuple[object, ...], tuple[list[object], _Ready, object]] = {}
+at_reset(_by_value.clear)
+at_reset(_by_identity.clear)
 _fields = attrgetter("shape", "dtype")
 
 

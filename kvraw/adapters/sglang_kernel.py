@@ -16,7 +16,7 @@ from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import fault, require_plain, unusable
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, at_reset
 
 __all__ = ["End", "Numbers", "Rows", "default_quota", "index_on_device", "launch", "transfer"]
 
@@ -283,6 +283,7 @@ _NONE: U64 = np.zeros(0, np.uint64)
 _INDEX_NAMES = "src_indices", "dst_indices"
 _MOST = 2048
 _known: dict[tuple[object, ...], _Ready] = {}
+at_reset(_known.clear)
 
 
 def transfer(

@@ -13,7 +13,7 @@ from kvraw.arrays import I64, U64
 from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.errors import DriverError, LayoutError, PlacementError
 from kvraw.plain import unusable
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.driver import driver, driver_or_none
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.memory import Over, locate, locate_all
@@ -319,6 +319,7 @@ class _Table:
 
 
 _tables: dict[int, _Table] = {}  # by id: tensors compare by element
+at_reset(_tables.clear)
 
 
 def _learn(table: _Table, upload: Upload, count: int) -> Exception | None:

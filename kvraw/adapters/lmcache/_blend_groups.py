@@ -24,6 +24,7 @@ from kvraw.formats import FORMATS
 from kvraw.plain import require_memory
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.rope.rotate import Call, rerotate_keys
+from kvraw.runtime.context import at_reset
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
 
@@ -236,6 +237,7 @@ class Group:
 
 
 _known: dict[tuple[object, ...], Group] = {}
+at_reset(_known.clear)
 
 
 def group_of(at: int, spec: CBGroupSpec, device: int | None) -> Group:

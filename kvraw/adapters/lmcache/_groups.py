@@ -23,7 +23,7 @@ from kvraw.adapters.lmcache._types import (
 )
 from kvraw.engines.device_state import device_state
 from kvraw.prepared import Copy, DeviceTable, Reached
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, at_reset
 
 __all__ = ["execute_object_group_transfer"]
 
@@ -70,6 +70,7 @@ class _Group:
 
 
 _known: dict[tuple[object, ...], _Group] = {}
+at_reset(_known.clear)
 
 
 def _group(at: int, spec: KernelGroupSpec, to_host: bool, device: int | None) -> _Group:

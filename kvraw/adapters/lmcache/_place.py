@@ -14,7 +14,7 @@ from kvraw.engines.grid import Operation
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.prepared import Copy
 from kvraw.runtime import fork
-from kvraw.runtime.context import DeviceScope, current_device
+from kvraw.runtime.context import DeviceScope, at_reset, current_device
 from kvraw.runtime.driver import driver_or_none
 from kvraw.runtime.inflight import Captured, Completion
 from kvraw.transfer_plan import Transfer
@@ -24,6 +24,7 @@ __all__ = ["current_stream", "device_index", "raise_seen", "tensor_device", "thi
 _log = logging.getLogger("kvraw")
 _watched: defaultdict[int, deque[Transfer | Copy | Operation]] = defaultdict(deque)
 _captured: defaultdict[int, deque[Completion]] = defaultdict(deque)
+at_reset(_captured.clear)
 _LOOKS = 8  # captured copies that a call looks at, in turn: graphs may hold thousands
 _lock = fork.lock()
 _raw_stream: Callable[[int], int] | None = None

@@ -18,6 +18,7 @@ from kvraw.engines.device_state import DeviceState
 from kvraw.engines.operands import Operands, check_host_index, require_index
 from kvraw.errors import PlacementError
 from kvraw.prepared import DeviceTable, PreparedCopy, Reached
+from kvraw.runtime.context import at_reset
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
 from kvraw.runtime.memory import PinnedBuffer, locate_all
@@ -32,6 +33,7 @@ Stage = tuple[int, int, int, int]  # a staging copy: destination, source, bytes,
 _TOP = 2**64
 _NONE = np.zeros(0, np.uint64)
 _bits: dict[tuple[int, int, int], int] = {}
+at_reset(_bits.clear)
 
 
 def words(address: int, count: int) -> U64:
