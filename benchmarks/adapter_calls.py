@@ -2,8 +2,8 @@
 
 Each operation runs against a driver whose calls cost nothing, with tensors that only say where they lie. The figures
 are Python functions of kvraw that a repeated call enters, the files that these are in, calls of the driver, and
-microseconds (median). `--calls NAME` lists the functions, in order, that the operation of this name enters. Programs of driver
-commands are run by the compiled runner, on C functions that do nothing.
+microseconds (median). `--calls NAME` lists the functions, in order, that operations with this in their names enter.
+Programs of driver commands are run by the compiled runner, on C functions that do nothing.
 """
 
 from __future__ import annotations
