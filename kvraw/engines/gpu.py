@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.engines import copy_engine
 from kvraw.engines.arena import StagingRing
+from kvraw.engines.board import once
 from kvraw.engines.bound import BoundCall, IdCheck, bind_kernel
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.kernel import KernelPlan, kernels_barred
@@ -46,6 +48,8 @@ class GpuCall:
         Addresses in chunks that no copy of the copy engine may span.
     bits : int
         The alignment of `chunks`, or-ed together; -1: not known.
+    on_error : callable, optional
+        Receives what kernels find in ids on the device, where nobody waits for the operation.
     """
 
     index: IndexVector
@@ -57,6 +61,7 @@ class GpuCall:
     capturing: bool
     edges: tuple[int, ...] = ()
     bits: int = -1
+    on_error: Callable[[Exception], None] | None = None
 
 
 class GpuPlan:
@@ -242,7 +247,7 @@ class GpuPlan:
         self.check(call.index, call.first)
         if choice.engine == "kernel":
             src, dst = self._sides(call.index, call.chunks, call.bits)
-            self.kernel.enqueue(state, operation, src, dst, call.first, call.count, link=call.link)
+            self.kernel.enqueue(state, operation, src, dst, call.first, call.count, link=call.link, told=call.on_error)
         elif choice.engine == "copy":
             src, dst = self._sides(call.index, call.host_chunks)
             found = self._described(src, dst, call.first, call.count, apart=(self._bases,), edges=call.edges)
@@ -391,17 +396,20 @@ class GpuPlan:
         return self._staged, ring
 
     def _enqueue_staged(self, state: DeviceState, operation: Operation, call: GpuCall) -> None:
+        told = None if call.on_error is None else once(call.on_error)
         chunk, chunks = self._whole_chunks(call)
         end = call.first + call.count
         if chunks:
             staged, ring = self._stage(state)
-            staged.enqueue(state, ring, operation, call.index, call.host_chunks, call.chunks, chunk, chunks, call.edges)
+            staged.enqueue(
+                state, ring, operation, call.index, call.host_chunks, call.chunks, chunk, chunks, call.edges, told
+            )
         # What is not a whole chunk: the ends, by the kernel, straight to or from the chunks.
         inner = (chunk * self._per_chunk, (chunk + chunks) * self._per_chunk) if chunks else (end, end)
         src, dst = self._sides(call.index, call.chunks)
         for begin, stop in ((call.first, inner[0]), (inner[1], end)):
             if stop > begin:
-                self.kernel.enqueue(state, operation, src, dst, begin, stop - begin, link=call.link)
+                self.kernel.enqueue(state, operation, src, dst, begin, stop - begin, link=call.link, told=told)
 
 
 def _run(operation: Operation, bound: BoundCall, ids: I64, seen: U64, places: U64) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvraw.adapters.found import Sink
 from kvraw.adapters.lmcache._blocks import host_ids
 from kvraw.adapters.lmcache._copies import check_range, enqueue_split
 from kvraw.adapters.lmcache._launch import Copies
@@ -104,9 +105,9 @@ class _Launch:
     def __init__(self, copy: PreparedCopy, ends: tuple[Operands, Operands], first: int, count: int, link: bool) -> None:
         self._copy, self._ends, self._first, self._count, self._link = copy, ends, first, count, link
 
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> None:
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, told: Sink) -> None:
         """Enqueue it as a part of an operation; the device's context is current."""
-        self._copy.enqueue_kernel(state, operation, *self._ends, self._first, self._count, link=self._link)
+        self._copy.enqueue_kernel(state, operation, *self._ends, self._first, self._count, link=self._link, told=told)
 
 
 def pieces(
