@@ -8,10 +8,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from kvraw.engines.board import once
-from kvraw.engines.device_state import device_state
+from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.runtime.stream import capturing
 
-__all__ = ["Sink", "nobody", "raise_found", "sink_for", "teller"]
+__all__ = ["Sink", "nobody", "pending", "raise_found", "sink_for", "teller"]
 
 Sink = Callable[[Exception], None]
 
@@ -32,6 +32,11 @@ def sink_for(device: int, captured: bool) -> Sink:
 
 def nobody(error: Exception) -> None:
     """Takes an error that another copy of the same operation tells as well."""
+
+
+def pending(state: DeviceState) -> bool:
+    """Whether `raise_found` may have something to raise; asks the driver nothing."""
+    return bool(_found[state.device]) or state.board.written()
 
 
 def raise_found(device: int, stream: int) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvraw.adapters import sglang_direct as direct
-from kvraw.adapters.sglang_kernel import default_quota, transfer
+from kvraw.adapters.sglang_kernel import transfer
 from kvraw.adapters.sglang_more import (
     copy_all_layer_kv_cache_cpu,
     transfer_embedding_ranges_direct,
@@ -80,252 +80,133 @@ def is_hip() -> bool:
     return torch.version.hip is not None
 
 
+# fmt: off
 def transfer_kv_per_layer(
-    src_k: Any,
-    dst_k: Any,
-    src_v: Any,
-    dst_v: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    item_size: int,
-    block_quota: int | None = 2,
-    num_warps_per_block: int = 32,
+    src_k: Any, dst_k: Any, src_v: Any, dst_v: Any, src_indices: Any, dst_indices: Any,
+    item_size: int, block_quota: int | None = 2, num_warps_per_block: int = 32,
 ) -> None:
     """One layer of K and V, tokens of `item_size` bytes on both sides."""
     src, dst = ("lf", 0, (src_k, src_v)), ("lf", 0, (dst_k, dst_v))
-    rows = (item_size, 1, 0, 1, 1)
-    transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
+    transfer(src, dst, src_indices, dst_indices, (item_size, 1, 0, 1, 1), block_quota, num_warps_per_block)
 
 
 def transfer_kv_per_layer_pf_lf(
-    src_k: Any,
-    dst_k: Any,
-    src_v: Any,
-    dst_v: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    layer_id: int,
-    item_size: int,
-    src_layout_dim: int,
-    block_quota: int | None = 2,
-    num_warps_per_block: int = 32,
+    src_k: Any, dst_k: Any, src_v: Any, dst_v: Any, src_indices: Any, dst_indices: Any,
+    layer_id: int, item_size: int, src_layout_dim: int, block_quota: int | None = 2, num_warps_per_block: int = 32,
 ) -> None:
     """One layer of page_first memory [token, layer, head, dim] to that layer's own tensor."""
     src, dst = ("pf", src_layout_dim, (src_k, src_v)), ("lf", 0, (dst_k, dst_v))
-    rows = (item_size, 1, layer_id, 1, 1)
-    transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
+    transfer(src, dst, src_indices, dst_indices, (item_size, 1, layer_id, 1, 1), block_quota, num_warps_per_block)
 
 
 def transfer_kv_per_layer_ph_lf(
-    src_k: Any,
-    dst_k: Any,
-    src_v: Any,
-    dst_v: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    layer_id: int,
-    item_size: int,
-    src_layout_dim: int,
-    page_size: int,
-    head_num: int,
-    block_quota: int | None = 2,
-    num_warps_per_block: int = 32,
+    src_k: Any, dst_k: Any, src_v: Any, dst_v: Any, src_indices: Any, dst_indices: Any,
+    layer_id: int, item_size: int, src_layout_dim: int, page_size: int, head_num: int,
+    block_quota: int | None = 2, num_warps_per_block: int = 32,
 ) -> None:
     """One layer of page_head memory [page, head, token, layer, dim] to that layer's own tensor."""
     src, dst = ("ph", src_layout_dim, (src_k, src_v)), ("lf", 0, (dst_k, dst_v))
     rows = (item_size, 1, layer_id, page_size, head_num)
-    transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
+    transfer(src, dst, src_indices, dst_indices, rows, block_quota, num_warps_per_block)
 
 
 def transfer_kv_all_layer(
-    src_k_layers: Any,
-    dst_k_layers: Any,
-    src_v_layers: Any,
-    dst_v_layers: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    item_size: int,
-    num_layers: int,
-    block_quota: int | None = 2,
-    num_warps_per_block: int = 32,
+    src_k_layers: Any, dst_k_layers: Any, src_v_layers: Any, dst_v_layers: Any, src_indices: Any, dst_indices: Any,
+    item_size: int, num_layers: int, block_quota: int | None = 2, num_warps_per_block: int = 32,
 ) -> None:
     """All layers of K and V, by tables of the layers' addresses on both sides."""
-    _same_layers(src_k_layers, num_layers, "source k tensor")
-    src = ("table", 0, (src_k_layers, src_v_layers))
-    dst = ("table", 0, (dst_k_layers, dst_v_layers))
-    rows = (item_size, num_layers, 0, 1, 1)
-    transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
+    src, dst = ("table", 0, (src_k_layers, src_v_layers)), ("table", 0, (dst_k_layers, dst_v_layers))
+    transfer(src, dst, src_indices, dst_indices, (item_size, num_layers, 0, 1, 1), block_quota, num_warps_per_block)
 
 
 def transfer_kv_all_layer_lf_pf(
-    src_k_layers: Any,
-    dst_k: Any,
-    src_v_layers: Any,
-    dst_v: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    item_size: int,
-    dst_layout_dim: int,
-    num_layers: int,
-    block_quota: int | None = 2,
-    num_warps_per_block: int = 32,
+    src_k_layers: Any, dst_k: Any, src_v_layers: Any, dst_v: Any, src_indices: Any, dst_indices: Any,
+    item_size: int, dst_layout_dim: int, num_layers: int, block_quota: int | None = 2, num_warps_per_block: int = 32,
 ) -> None:
     """All layers, by tables of their addresses, to page_first memory [token, layer, head, dim]."""
-    _same_layers(src_k_layers, num_layers, "source k tensor")
     src, dst = ("table", 0, (src_k_layers, src_v_layers)), ("pf", dst_layout_dim, (dst_k, dst_v))
-    rows = (item_size, num_layers, 0, 1, 1)
-    transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
+    transfer(src, dst, src_indices, dst_indices, (item_size, num_layers, 0, 1, 1), block_quota, num_warps_per_block)
 
 
 def transfer_kv_all_layer_lf_ph(
-    src_k_layers: Any,
-    dst_k: Any,
-    src_v_layers: Any,
-    dst_v: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    item_size: int,
-    dst_layout_dim: int,
-    num_layers: int,
-    page_size: int,
-    head_num: int,
-    block_quota: int | None = 2,
-    num_warps_per_block: int = 32,
+    src_k_layers: Any, dst_k: Any, src_v_layers: Any, dst_v: Any, src_indices: Any, dst_indices: Any,
+    item_size: int, dst_layout_dim: int, num_layers: int, page_size: int, head_num: int,
+    block_quota: int | None = 2, num_warps_per_block: int = 32,
 ) -> None:
     """All layers, by tables of their addresses, to page_head memory [page, head, token, layer, dim]."""
-    _same_layers(src_k_layers, num_layers, "source k tensor")
     src, dst = ("table", 0, (src_k_layers, src_v_layers)), ("ph", dst_layout_dim, (dst_k, dst_v))
     rows = (item_size, num_layers, 0, page_size, head_num)
-    transfer(src, dst, src_indices, dst_indices, rows, block_quota or default_quota(block_quota), num_warps_per_block)
+    transfer(src, dst, src_indices, dst_indices, rows, block_quota, num_warps_per_block)
 
 
 def transfer_kv_per_layer_mla(
-    src: Any,
-    dst: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    item_size: int,
-    block_quota: int | None = None,
-    num_warps_per_block: int = 32,
+    src: Any, dst: Any, src_indices: Any, dst_indices: Any,
+    item_size: int, block_quota: int | None = None, num_warps_per_block: int = 32,
 ) -> None:
     """One layer of one plane, tokens of `item_size` bytes on both sides."""
     ends = ("lf", 0, (src,)), ("lf", 0, (dst,))
-    rows, quota = (item_size, 1, 0, 1, 1), block_quota or default_quota(block_quota)
-    transfer(*ends, src_indices, dst_indices, rows, quota, num_warps_per_block)
+    transfer(*ends, src_indices, dst_indices, (item_size, 1, 0, 1, 1), block_quota, num_warps_per_block)
 
 
 def transfer_kv_per_layer_mla_pf_lf(
-    src: Any,
-    dst: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    layer_id: int,
-    item_size: int,
-    src_layout_dim: int,
-    block_quota: int | None = None,
-    num_warps_per_block: int = 32,
+    src: Any, dst: Any, src_indices: Any, dst_indices: Any,
+    layer_id: int, item_size: int, src_layout_dim: int, block_quota: int | None = None, num_warps_per_block: int = 32,
 ) -> None:
     """One layer of page_first memory of one plane to that layer's own tensor."""
     ends = ("pf", src_layout_dim, (src,)), ("lf", 0, (dst,))
-    rows, quota = (item_size, 1, layer_id, 1, 1), block_quota or default_quota(block_quota)
-    transfer(*ends, src_indices, dst_indices, rows, quota, num_warps_per_block)
+    transfer(*ends, src_indices, dst_indices, (item_size, 1, layer_id, 1, 1), block_quota, num_warps_per_block)
 
 
 def transfer_kv_per_layer_mla_lf_pf(
-    src: Any,
-    dst: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    layer_id: int,
-    item_size: int,
-    dst_layout_dim: int,
-    block_quota: int | None = None,
-    num_warps_per_block: int = 32,
+    src: Any, dst: Any, src_indices: Any, dst_indices: Any,
+    layer_id: int, item_size: int, dst_layout_dim: int, block_quota: int | None = None, num_warps_per_block: int = 32,
 ) -> None:
     """One layer of one plane to page_first memory."""
     ends = ("lf", 0, (src,)), ("pf", dst_layout_dim, (dst,))
-    rows, quota = (item_size, 1, layer_id, 1, 1), block_quota or default_quota(block_quota)
-    transfer(*ends, src_indices, dst_indices, rows, quota, num_warps_per_block)
+    transfer(*ends, src_indices, dst_indices, (item_size, 1, layer_id, 1, 1), block_quota, num_warps_per_block)
 
 
 def transfer_kv_all_layer_mla(
-    src_layers: Any,
-    dst_layers: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    item_size: int,
-    num_layers: int,
-    block_quota: int | None = 2,
-    num_warps_per_block: int = 32,
+    src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any,
+    item_size: int, num_layers: int, block_quota: int | None = 2, num_warps_per_block: int = 32,
 ) -> None:
     """All layers of one plane, by tables of the layers' addresses on both sides."""
-    _same_layers(src_layers, num_layers, "source tensor")
-    ends = ("table", 0, (src_layers,)), ("table", 0, (dst_layers,))
-    rows, quota = (item_size, num_layers, 0, 1, 1), block_quota or default_quota(block_quota)
-    transfer(*ends, src_indices, dst_indices, rows, quota, num_warps_per_block)
+    src, dst = ("table", 0, (src_layers,)), ("table", 0, (dst_layers,))
+    transfer(src, dst, src_indices, dst_indices, (item_size, num_layers, 0, 1, 1), block_quota, num_warps_per_block)
 
 
 def transfer_kv_all_layer_mla_lf_pf(
-    src_layers: Any,
-    dst: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    item_size: int,
-    dst_layout_dim: int,
-    num_layers: int,
-    block_quota: int | None = 2,
-    num_warps_per_block: int = 32,
+    src_layers: Any, dst: Any, src_indices: Any, dst_indices: Any,
+    item_size: int, dst_layout_dim: int, num_layers: int, block_quota: int | None = 2, num_warps_per_block: int = 32,
 ) -> None:
     """All layers of one plane, by a table of their addresses, to page_first memory."""
-    _same_layers(src_layers, num_layers, "source tensor")
     ends = ("table", 0, (src_layers,)), ("pf", dst_layout_dim, (dst,))
-    rows, quota = (item_size, num_layers, 0, 1, 1), block_quota or default_quota(block_quota)
-    transfer(*ends, src_indices, dst_indices, rows, quota, num_warps_per_block)
+    transfer(*ends, src_indices, dst_indices, (item_size, num_layers, 0, 1, 1), block_quota, num_warps_per_block)
 
 
 def transfer_kv_per_layer_pfdhg_lf(
-    src_k: Any,
-    dst_k: Any,
-    src_v: Any,
-    dst_v: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    layer_id: int,
-    item_size: int,
-    src_layout_dim: int,
-    page_size: int,
-    head_num: int,
-    block_quota: int | None = None,
-    num_warps_per_block: int = 32,
+    src_k: Any, dst_k: Any, src_v: Any, dst_v: Any, src_indices: Any, dst_indices: Any,
+    layer_id: int, item_size: int, src_layout_dim: int, page_size: int, head_num: int,
+    block_quota: int | None = None, num_warps_per_block: int = 32,
 ) -> None:
     """One layer of pages by head group [page, group, layer, token, ...] to its own tensor; `head_num` counts groups."""
     src, dst = ("hg", src_layout_dim, (src_k, src_v)), ("lf", 0, (dst_k, dst_v))
-    rows, quota = (item_size, 1, layer_id, page_size, head_num), block_quota or default_quota(block_quota)
-    transfer(src, dst, src_indices, dst_indices, rows, quota, num_warps_per_block)
+    rows = (item_size, 1, layer_id, page_size, head_num)
+    transfer(src, dst, src_indices, dst_indices, rows, block_quota, num_warps_per_block)
 
 
 def transfer_kv_all_layer_lf_pfdhg(
-    src_k_layers: Any,
-    dst_k: Any,
-    src_v_layers: Any,
-    dst_v: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    item_size: int,
-    dst_layout_dim: int,
-    num_layers: int,
-    page_size: int,
-    head_num: int,
-    block_quota: int | None = None,
-    num_warps_per_block: int = 32,
+    src_k_layers: Any, dst_k: Any, src_v_layers: Any, dst_v: Any, src_indices: Any, dst_indices: Any,
+    item_size: int, dst_layout_dim: int, num_layers: int, page_size: int, head_num: int,
+    block_quota: int | None = None, num_warps_per_block: int = 32,
 ) -> None:
     """All layers to pages by head group [page, group, layer, token, ...]; `head_num` counts groups."""
-    _same_layers(src_k_layers, num_layers, "source k tensor")
     src, dst = ("table", 0, (src_k_layers, src_v_layers)), ("hg", dst_layout_dim, (dst_k, dst_v))
-    rows, quota = (item_size, num_layers, 0, page_size, head_num), block_quota or default_quota(block_quota)
-    transfer(src, dst, src_indices, dst_indices, rows, quota, num_warps_per_block)
+    rows = (item_size, num_layers, 0, page_size, head_num)
+    transfer(src, dst, src_indices, dst_indices, rows, block_quota, num_warps_per_block)
 
 
+# fmt: on
 def transfer_kv_direct(
     src_layers: Sequence[Any], dst_layers: Sequence[Any], src_indices: Any, dst_indices: Any, page_size: int
 ) -> None:
@@ -355,8 +236,3 @@ def transfer_kv_all_layer_direct_lf_pf(
     """Pages of all layers' tensors (all K, then all V) to [page, layer, token, ...] buffers."""
     tokens, pages = direct.page_indices(src_indices, dst_indices, page_size)
     direct.copy_pages(dst_ptrs, src_ptrs, pages, tokens, 0, page_size, to_pages=True)
-
-
-def _same_layers(table: Any, num_layers: int, what: str) -> None:
-    if table.shape[0] != num_layers:
-        raise RuntimeError(f"Number of layers in {what} does not match num_layers")

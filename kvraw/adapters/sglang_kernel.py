@@ -8,17 +8,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.found import raise_found, teller
+from kvraw.adapters.found import pending, raise_found, teller
 from kvraw.arrays import U64, IndexVector
 from kvraw.engines.device_state import DeviceState, device_state
+from kvraw.engines.indexed import IndexedLaunch
+from kvraw.engines.kernel import KernelPlan
 from kvraw.engines.operands import DeviceTable, Operands
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import fault, require_plain, unusable
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
-from kvraw.runtime.context import DeviceScope, at_reset
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
+from kvraw.runtime.stream import capturing
 
-__all__ = ["End", "Numbers", "Rows", "default_quota", "index_on_device", "launch", "transfer"]
+__all__ = ["INTS", "WARPS", "End", "Ids", "Numbers", "Rows", "ids_on_device", "launch", "transfer"]
+
+INTS, WARPS = ("int64", "int32"), 32
 
 NO_LIMIT = 2**62
 QUOTA_VARIABLE, QUOTA = "SGLANG_HICACHE_BLOCK_QUOTA", 2
@@ -78,11 +84,12 @@ def default_quota(given: int | None) -> int:
         raise ValueError(f"environment variable {QUOTA_VARIABLE}={text!r} must be a number of thread blocks") from None
 
 
-_Fields = tuple[int, int, Any, int, object]
+Ids = tuple[int, int, Any]
+"""Indices on a device: address, bytes of one (0: each token is its own index), and what is kept alive."""
 
 
-def _see(name: str, group: tuple[Any, ...]) -> tuple[_Fields, ...]:
-    """What of tensors decides how they are used, as a part of the key of ready copies.
+def _see(name: str, group: tuple[Any, ...]) -> tuple[object, ...]:
+    """What of tensors decides how they are used, as a part of the key of what was made ready.
 
     Address, values, dtype, device, and True where it has no gaps, else how its values lie.
     """
@@ -97,50 +104,39 @@ def _gaps(tensor: Any) -> tuple[object, ...]:
     return tensors.reach(tensor), tensor.shape, tensor.stride()
 
 
-class _Seen(NamedTuple):
-    """A tensor at the time a copy is made ready."""
-
-    address: int
-    values: int
-    dtype: str
-    is_cuda: bool
-    dense: bool
-
-
-def _seen(tensor: Any) -> _Seen:
-    at, count, name = int(tensor.data_ptr()), int(tensor.numel()), tensors.dtype_name(tensor)
-    return _Seen(at, count, name, bool(tensor.is_cuda), bool(tensor.is_contiguous()))
-
-
 class _Side(NamedTuple):
-    """One side of a ready copy.
+    """One side of a copy that was made ready.
 
     Attributes
     ----------
     side : Side
         Its strides.
-    bases : numpy.ndarray
-        Addresses as the host knows them; empty where a table lies on the device.
-    mapped : numpy.ndarray
-        As the device saw them when the copy was made ready.
+    bases : numpy.ndarray or DeviceTable
+        Addresses as who copies sees them, or a table on the device; none where a table lies on the host.
     pinned : tuple of (int, int)
-        The addresses of tensors in host memory, and what the device saw there: asked anew at each call, for they may
-        have been unpinned.
-    table : tuple of (int, int) or None
-        Address and length of a table on the device.
+        Addresses in host memory, and the numbers that the driver gave what is pinned there; 0: none.
     """
 
     side: Side
-    bases: U64
-    mapped: U64
+    bases: U64 | DeviceTable
     pinned: tuple[tuple[int, int], ...] = ()
-    table: tuple[int, int] | None = None
 
 
 class _Ready(NamedTuple):
-    copy: PreparedCopy
+    """What was made ready for tensors at their places.
+
+    Attributes
+    ----------
+    copy : PreparedCopy or KernelPlan
+        For the host, and for a GPU.
+    bound : IndexedLaunch or None
+        For a GPU, where nothing of the tables changes from call to call.
+    """
+
+    copy: Any
     src: _Side
     dst: _Side
+    bound: IndexedLaunch | None = None
 
 
 def _limit(layout: str, dim: int, group: tuple[Any, ...], rows: Rows, gap: int) -> int:
@@ -170,120 +166,97 @@ def _check_rows(name: str, layout: str, dim: int, rows: Rows) -> None:
         )
 
 
-def _check_tables(name: str, seen: tuple[_Seen, ...], rows: Rows, device: int | None) -> None:
-    for t, plane in zip(seen, "kv", strict=False):
-        if t.dtype not in ("uint64", "int64"):
-            raise TypeError(f"the {name} {plane} table holds {t.dtype}, must hold uint64")
-        if t.values < rows.layers:
-            raise BoundsError(f"the {name} {plane} table has {t.values} addresses, must have {rows.layers}")
-        if t.is_cuda != seen[0].is_cuda or not t.dense:
+def _table(
+    name: str, group: tuple[Any, ...], rows: Rows, device: int | None, bits: int
+) -> tuple[U64 | DeviceTable, int]:
+    """A table as the kernel takes it, empty where it lies on the host, and its entries from plane to plane."""
+    first = group[0]
+    for t, plane in zip(group, "kv", strict=False):
+        if tensors.dtype_name(t) not in ("uint64", "int64"):
+            raise TypeError(f"the {name} {plane} table holds {tensors.dtype_name(t)}, must hold uint64")
+        if t.numel() < rows.layers:
+            raise BoundsError(f"the {name} {plane} table has {t.numel()} addresses, must have {rows.layers}")
+        if t.is_cuda != first.is_cuda or not t.is_contiguous():
             raise PlacementError(f"the {name} tables of k and v must be dense and lie at one place")
         if t.is_cuda and device is None:
             raise PlacementError(f"the {name} table lies on a GPU, the indices do not")
+    if not first.is_cuda:
+        return _NONE, rows.layers * (len(group) - 1)
+    # On the device K's table and V's are one: what lies between them is the stride from plane to plane.
+    apart = (int(group[-1].data_ptr()) - int(first.data_ptr())) // 8
+    return DeviceTable(int(first.data_ptr()), int(first.numel()), bits), apart
 
 
-def _end(name: str, end: End, rows: Rows, device: int | None) -> _Side:
+def _end(name: str, end: End, rows: Rows, device: int | None, bits: int) -> _Side:
     layout, dim, group = end
     for t in group:
         require_plain(name, t)
     _check_rows(name, layout, dim, rows)
     if layout == "lf" and not dim:
         dim = tensors.token_stride(name, group, rows.item)
-    seen = tuple(_seen(t) for t in group)
     for t in group:
         if device is not None and t.is_cuda and t.get_device() != device:
             raise PlacementError(f"a {name} tensor lies on device {t.get_device()}, the indices on device {device}")
-    steps = _STRIDES["lf" if layout == "table" else layout](rows.item, dim, rows.page, rows.heads)
-    outer, inner, layer, head = steps
-    gap = 0
-    if layout not in ("lf", "table"):
-        gap = tensors.page_gap(name, outer, group)
-        outer = gap or outer
-    planes, is_table = len(seen), layout == "table"
-    table_plane = planes - 1
+    is_table, planes = layout == "table", len(group)
+    outer, inner, layer, head = _STRIDES["lf" if is_table else layout](rows.item, dim, rows.page, rows.heads)
     if is_table:
-        _check_tables(name, seen, rows, device)
-        # On the device K's table and V's are one: what lies between them is the stride from plane to plane.
-        table_plane = (seen[-1].address - seen[0].address) // 8 if seen[0].is_cuda else rows.layers * (planes - 1)
+        bases, apart = _table(name, group, rows, device, bits)
+        side = Side(outer, inner, head=head, table_layer=1, table_plane=apart, entries=rows.layers * planes)
+        return _Side(side, bases)
+    gap = 0 if layout == "lf" else tensors.page_gap(name, outer, group)
     side = Side(
-        outer=outer,
-        inner=inner,
-        page=rows.page if layout in _PAGED else 1,
-        layer=layer,
+        gap or outer,
+        inner,
+        rows.page if layout in _PAGED else 1,
+        layer,
         head=head,
-        table_layer=int(is_table),
-        table_plane=table_plane,
-        limit=NO_LIMIT if is_table else _limit(layout, dim, group, rows, gap),
-        entries=rows.layers * planes if is_table else planes,
+        table_plane=planes - 1,
+        limit=_limit(layout, dim, group, rows, gap),
+        entries=planes,
     )
-    if is_table:
-        return _Side(side, _NONE, _NONE, table=(seen[0].address, seen[0].values) if seen[0].is_cuda else None)
-    offset = rows.first * layer
-    bases = np.array([t.address + offset for t in seen], np.uint64)
+    places, pinned = [int(t.data_ptr()) for t in group], tuple[tuple[int, int], ...]()
+    if device is not None:
+        there = dict.fromkeys(a for a, t in zip(places, group, strict=True) if not t.is_cuda)
+        pinned = tuple((address, driver().pointer_number(address)) for address in there)
+        mapped = {address: tensors.mapped_address(name, address) for address in there}
+        places = [mapped.get(address, address) for address in places]
+    return _Side(side, np.array(places, np.uint64) + np.uint64(rows.first * layer), pinned)
+
+
+def _make(src: End, dst: End, numbers: Numbers, quota: int, warps: int, device: int | None, bits: int) -> _Ready:
+    """Make ready all that does not change from call to call; on a GPU its context is current."""
+    rows = Rows(*numbers)
+    ends = _end("src", src, rows, device, bits), _end("dst", dst, rows, device, bits)
+    counts = {"layers": rows.layers or 1, "planes": len(src[2]), "tokens": 1, "heads": rows.heads}
+    plan = CopyPlan(ends[0].side, ends[1].side, **counts, run=rows.item // rows.heads)
     if device is None:
-        return _Side(side, bases, bases)
-    known = {t.address: tensors.mapped_address(name, t.address) for t in seen if not t.is_cuda}
-    mapped = np.array([known.get(t.address, t.address) + offset for t in seen], np.uint64)
-    return _Side(side, bases, mapped, tuple(known.items()))
+        return _Ready(PreparedCopy(plan, device=None, index_names=_INDEX_NAMES), *ends)
+    return _Ready(KernelPlan(plan, ctas=quota, threads=warps * 32, names=_INDEX_NAMES), *ends)
 
 
-def _make(src: End, dst: End, rows: Rows, ctas: int, threads: int, device: int | None) -> _Ready:
-    """Make a copy ready for tensors at these places: all that does not change from call to call."""
-    ends = _end("src", src, rows, device), _end("dst", dst, rows, device)
-    plan = CopyPlan(
-        ends[0].side,
-        ends[1].side,
-        layers=rows.layers or 1,
-        planes=len(src[2]),
-        tokens=1,
-        heads=rows.heads,
-        run=rows.item // rows.heads,
-    )
-    copy = PreparedCopy(
-        plan,
-        device=device,
-        engine="auto" if device is None else "kernel",
-        ctas=ctas,
-        threads=threads,
-        index_names=_INDEX_NAMES,
-    )
-    return _Ready(copy, *ends)
-
-
-def _host_tables(group: tuple[Any, ...], layers: int) -> U64:
+def _host_table(group: tuple[Any, ...], layers: int) -> U64:
     return np.concatenate([tensors.table_array(t)[:layers] for t in group])
 
 
-def _operands(
-    name: str, end: End, side: _Side, layers: int, index: IndexVector | None, state: DeviceState, stream: int
-) -> Operands | None:
-    """An end as the kernel takes it; None where pinned memory is no longer what it was."""
-    if side.table is not None:
-        bits = 0
-        for t in end[2]:
-            bits |= tensors.device_table_bits(t, state, stream)
-        return Operands(_NONE, index, DeviceTable(*side.table, bits))
-    if end[0] == "table":
-        found = tensors.find_ranges(_host_tables(end[2], layers), 1)
-        if found.pageable:
-            raise PlacementError(f"{name}: an address in its table is pageable host memory")
-        apart = found.devices - {state.device}
-        if apart:
-            raise PlacementError(
-                f"{name}: an address in its table is memory of device {min(apart)}, must be of device {state.device}"
-            )
-        return Operands(found.seen, index)
-    for address, mapped in side.pinned:
-        if tensors.mapped_address(name, address) != mapped:
-            return None
-    return Operands(side.mapped, index)
+def _on_device(name: str, end: End, side: _Side, layers: int, device: int) -> U64 | DeviceTable:
+    """The addresses of an end as the device sees them."""
+    if end[0] != "table" or isinstance(side.bases, DeviceTable):
+        return side.bases
+    found = tensors.find_ranges(_host_table(end[2], layers), 1)
+    if found.pageable:
+        raise PlacementError(f"{name}: an address in its table is pageable host memory")
+    apart = found.devices - {device}
+    if apart:
+        raise PlacementError(
+            f"{name}: an address in its table is memory of device {min(apart)}, must be of device {device}"
+        )
+    return found.seen
 
 
 _NONE: U64 = np.zeros(0, np.uint64)
 _INDEX_NAMES = "src_indices", "dst_indices"
-_MOST = 2048
-_known: dict[tuple[object, ...], _Ready] = {}
-at_reset(_known.clear)
+_MOST, _NAME = 2048, "sglang kernels"
+_on_host: dict[tuple[object, ...], _Ready] = {}
 
 
 def transfer(
@@ -292,8 +265,8 @@ def transfer(
     src_indices: Any,
     dst_indices: Any,
     numbers: Numbers,
-    quota: int,
-    warps: int,
+    quota: int | None,
+    warps: int = WARPS,
     dtypes: tuple[str, ...] = ("int64",),
 ) -> None:
     """Move the rows of these tokens, on the current stream of the GPU that the indices lie on.
@@ -307,37 +280,59 @@ def transfer(
     BoundsError, LayoutError, PlacementError, TypeError
         The rest; or what the kernel of an earlier operation on the device found.
     """
+    count = src_indices.numel()
+    if src[0] == "table" and src[2][0].shape[0] != numbers[1]:
+        raise RuntimeError(
+            f"Number of layers in source {'k ' if len(src[2]) > 1 else ''}tensor does not match num_layers"
+        )
     on_gpu = src_indices.is_cuda
     if not (on_gpu and dst_indices.is_cuda) and any(t.is_cuda for t in (*src[2], *dst[2], src_indices, dst_indices)):
         raise RuntimeError(f"{'Destination' if on_gpu else 'Source'} indices must be a CUDA tensor")
-    names = tensors.dtype_name(src_indices), tensors.dtype_name(dst_indices)
-    if names[0] not in dtypes or names[1] not in dtypes:
-        raise RuntimeError(f"{'Destination' if names[0] in dtypes else 'Source'} indices must be of type long")
-    count, layers = src_indices.numel(), numbers[1]
+    for which, t in (("Source", src_indices), ("Destination", dst_indices)):
+        if tensors.dtype_name(t) not in dtypes:
+            raise RuntimeError(f"{which} indices must be of type long")
     if count != dst_indices.numel():
         raise RuntimeError("Source and destination indices must have the same length")
     if numbers[0] % 8:
         raise RuntimeError("Item byte size must be divisible by 8")
+    quota = quota or default_quota(quota)
     if quota <= 0 or not 0 < warps <= 32:
         raise BoundsError(
             f"block_quota is {quota}, num_warps_per_block {warps}: must be positive, and at most 32 warps"
         )
-    device = src_indices.get_device() if on_gpu else None
-    if device is None:
-        key = (src[0], src[1], _see("src", src[2]), dst[0], dst[1], _see("dst", dst[2]), numbers, quota, warps, None)
-        ready = _known.get(key) or _learn(key, src, dst, numbers, quota, warps, None)
-        if count and layers:
-            bases = [
-                r.bases if len(r.bases) else _host_tables(e[2], layers) for e, r in ((src, ready.src), (dst, ready.dst))
-            ]
-            index = tensors.index_array(src_indices, "src_indices"), tensors.index_array(dst_indices, "dst_indices")
-            ready.copy(bases[0], bases[1], count, src_index=index[0], dst_index=index[1])
+    if not on_gpu:
+        _move_on_host(src, dst, src_indices, dst_indices, numbers, count)
         return
+    device = src_indices.get_device()
     if dst_indices.get_device() != device:
         raise PlacementError(f"src_indices lie on device {device}, dst_indices on {dst_indices.get_device()}")
-    at, to = index_on_device(src_indices, count, device), index_on_device(dst_indices, count, device)
-    captured = raise_found(device, tensors.current_stream(device))
-    launch(src, dst, numbers, quota, warps, device, at, to, count, captured)
+    launch(src, dst, numbers, quota, warps, device, ids_on_device(src_indices), ids_on_device(dst_indices), count)
+
+
+def _move_on_host(src: End, dst: End, src_indices: Any, dst_indices: Any, numbers: Numbers, count: int) -> None:
+    key = (src[0], src[1], _see("src", src[2]), dst[0], dst[1], _see("dst", dst[2]), numbers)
+    ready = _on_host.get(key)
+    if ready is None:
+        ready = _keep(_on_host, key, _make(src, dst, numbers, 1, WARPS, None, 0))
+    if count and numbers[1]:
+        ends = ((src, ready.src), (dst, ready.dst))
+        bases = [_host_table(e[2], numbers[1]) if e[0] == "table" else side.bases for e, side in ends]
+        index = tensors.index_array(src_indices, "src_indices"), tensors.index_array(dst_indices, "dst_indices")
+        ready.copy(bases[0], bases[1], count, src_index=index[0], dst_index=index[1])
+
+
+def _keep(known: dict[Any, _Ready], key: object, ready: _Ready) -> _Ready:
+    if len(known) >= _MOST:
+        known.clear()
+    known[key] = ready
+    return ready
+
+
+def ids_on_device(index: Any) -> Ids:
+    """Indices that lie on the device, of int64 or int32."""
+    if not index.is_contiguous():
+        index = index.contiguous()
+    return index.data_ptr(), index.element_size(), index
 
 
 def launch(
@@ -347,54 +342,86 @@ def launch(
     quota: int,
     warps: int,
     device: int,
-    at: IndexVector | None,
-    to: IndexVector | None,
+    at: Ids,
+    to: Ids,
     count: int,
-    captured: bool,
+    raising: bool = True,
 ) -> None:
-    """Enqueue the kernel on a device's current stream; a side without an index takes its tokens in order.
+    """Enqueue the kernel on a device's current stream.
 
-    `captured` says that a capture is in progress there.
+    What kernels of earlier operations on the device found is raised first, unless the caller did (`raising`).
     """
-    key = (src[0], src[1], _see("src", src[2]), dst[0], dst[1], _see("dst", dst[2]), numbers, quota, warps, device)
-    stream, layers = tensors.current_stream(device), numbers[1]
-    with DeviceScope(device):
-        ready = _known.get(key) or _learn(key, src, dst, numbers, quota, warps, device)
-        if not count or not layers:
+    stream, state = tensors.current_stream(device), device_state(device)
+    # One tuple without unpacking: this is most of what a repeated call does.
+    # fmt: off
+    key = (
+        src[0], src[1], _see("src", src[2]), dst[0], dst[1], _see("dst", dst[2]), numbers, quota, warps, at[1], to[1],
+        tensors.known_bits([t for e in (src, dst) if e[0] == "table" for t in e[2]]),
+    )
+    # fmt: on
+    ready = state.bound[_NAME].get(key)
+    if ready is not None and ready.bound is not None and count and not (raising and pending(state)):
+        refs = (src, dst, at, to)
+        if ready.bound.enqueue(stream, at[0], to[0], count, told=teller(device), refs=refs) is not None:
             return
-        state = device_state(device)
-        while True:
-            reads = _operands("src", src, ready.src, layers, at, state, stream)
-            writes = _operands("dst", dst, ready.dst, layers, to, state, stream)
-            if reads is not None and writes is not None:
-                break
-            _known.clear()  # host memory was unpinned, or pinned elsewhere, since
-            ready = _learn(key, src, dst, numbers, quota, warps, device)
-        ready.copy.launch(
-            state,
-            reads,
-            writes,
-            count,
-            stream,
-            link=True,
-            captured=captured,
-            told=teller(device),
-            refs=(src, dst, at, to),
-        )
+    captured = raise_found(device, stream) if raising else capturing(stream, device)
+    with DeviceScope(device):
+        _launch_anew(state, key, stream, captured, src, dst, numbers, quota, warps, at, to, count)
 
 
-def _learn(
-    key: tuple[object, ...], src: End, dst: End, numbers: Numbers, quota: int, warps: int, device: int | None
-) -> _Ready:
-    """Make a copy ready that is not known yet; on a GPU its context is current."""
-    if len(_known) >= _MOST:
-        _known.clear()
-    ready = _known[key] = _make(src, dst, Rows(*numbers), quota, warps * 32, device)
-    return ready
+def _launch_anew(
+    state: DeviceState,
+    key: tuple[Any, ...],
+    stream: int,
+    captured: bool,
+    src: End,
+    dst: End,
+    numbers: Numbers,
+    quota: int,
+    warps: int,
+    at: Ids,
+    to: Ids,
+    count: int,
+) -> None:
+    """Enqueue what is not bound, or not as things are now: the device's context is current."""
+    device, layers, refs, known = state.device, numbers[1], (src, dst, at, to), state.bound[_NAME]
+    bits, lasting = int(key[-1]), key[-1] != tensors.UNKNOWN
+    ready = known.get(key)
+    if ready is None or not _still_pinned(ready):
+        ready = _make(src, dst, numbers, quota, warps, device, bits)
+        if lasting:
+            _keep(known, key, ready)
+    if not count or not layers:
+        return
+    ends = _on_device("src", src, ready.src, layers, device), _on_device("dst", dst, ready.dst, layers, device)
+    if not lasting:
+        bits = tensors.ask_for_bits([t for e in (src, dst) if e[0] == "table" for t in e[2]], state, stream)
+        ends = _with_bits(ends[0], bits), _with_bits(ends[1], bits)
+    pinned = (*ready.src.pinned, *ready.dst.pinned)
+    lasting = lasting and all(number for _, number in pinned)
+    if lasting and not captured and not any(e[0] == "table" and not e[2][0].is_cuda for e in (src, dst)):
+        bound = ready.bound or IndexedLaunch(state, ready.copy, ends, (at[1], to[1]), pinned=pinned)
+        _keep(known, key, ready._replace(bound=bound))
+        if bound.enqueue(stream, at[0], to[0], count, told=teller(device), refs=refs) is not None:
+            return
+    index = [IndexVector(None, ids[0], count, ids[1], device, ids[2]) if ids[1] else None for ids in (at, to)]
+    operands = [
+        Operands(_NONE, i, e) if isinstance(e, DeviceTable) else Operands(e, i)
+        for e, i in zip(ends, index, strict=True)
+    ]
+    operation = state.books.begin(stream, captured=captured)
+    try:
+        ready.copy.enqueue(state, operation, *operands, 0, count, link=True, told=teller(device))
+        operation.commit(refs)
+    except BaseException:
+        operation.abort()
+        raise
 
 
-def index_on_device(index: Any, count: int, device: int) -> IndexVector:
-    """Indices that lie on the device, of int64 or int32."""
-    if not index.is_contiguous():
-        index = index.contiguous()
-    return IndexVector(None, index.data_ptr(), count, index.element_size(), device, index)
+def _with_bits(end: U64 | DeviceTable, bits: int) -> U64 | DeviceTable:
+    return end._replace(bits=bits) if isinstance(end, DeviceTable) else end
+
+
+def _still_pinned(ready: _Ready) -> bool:
+    numbers = (*ready.src.pinned, *ready.dst.pinned)
+    return all(number and driver().pointer_number(address) == number for address, number in numbers)

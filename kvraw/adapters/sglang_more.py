@@ -10,7 +10,7 @@ import numpy as np
 from kvraw.adapters import tensors
 from kvraw.adapters.sglang_batch import enqueue
 from kvraw.adapters.sglang_direct import device_of
-from kvraw.adapters.sglang_kernel import default_quota, transfer
+from kvraw.adapters.sglang_kernel import INTS, WARPS, transfer
 from kvraw.arrays import I64, index_vector
 from kvraw.batch import memcpy_batch
 from kvraw.engines.copy_engine import Descriptors
@@ -18,9 +18,6 @@ from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import require_memory
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
-
-_INTS = ("int64", "int32")
-_WARPS = 32
 
 
 def _row_stride(name: str, tensor: Any, dim: int) -> int:
@@ -54,7 +51,7 @@ def _one_layer(
     strides = _one_stride("cache_src", src, size, dim), _one_stride("cache_dst", dst, size, dim)
     ends = ("lf", strides[0], src), ("lf", strides[1], dst)
     numbers = (dim * size, 1, 0, 1, 1)
-    transfer(*ends, indices_src, indices_dst, numbers, quota or default_quota(quota), _WARPS, _INTS)
+    transfer(*ends, indices_src, indices_dst, numbers, quota, WARPS, INTS)
 
 
 def _all_layer(
@@ -72,7 +69,7 @@ def _all_layer(
         element_size = strides[0]
     ends = ("table", strides[0], src), ("table", strides[1], dst)
     numbers = (element_size, src[0].shape[0], 0, 1, 1)
-    transfer(*ends, indices_src, indices_dst, numbers, quota or default_quota(quota), _WARPS, _INTS)
+    transfer(*ends, indices_src, indices_dst, numbers, quota, WARPS, INTS)
 
 
 def transfer_hicache_one_layer(

@@ -13,7 +13,7 @@ from kvraw.adapters import tensors
 from kvraw.adapters.found import raise_found
 from kvraw.adapters.sglang_batch import enqueue
 from kvraw.adapters.sglang_direct import bounded, first_of_pages
-from kvraw.adapters.sglang_kernel import End, Numbers, default_quota, index_on_device, launch, transfer
+from kvraw.adapters.sglang_kernel import INTS, WARPS, End, Numbers, default_quota, ids_on_device, launch, transfer
 from kvraw.arrays import U64
 from kvraw.engines import copy_engine
 from kvraw.engines.copy_engine import Descriptors
@@ -26,9 +26,6 @@ __all__ = [
     "transfer_hicache_all_layer_mla_staged_lf_pf",
     "transfer_hicache_all_layer_staged_lf_pf",
 ]
-
-_INTS = ("int64", "int32")
-_WARPS = 32
 
 
 def can_use_hicache_jit_kernel(*, element_size: int, unroll: int | None = None, block_quota: int | None = None) -> bool:
@@ -107,7 +104,7 @@ def _staged(
     count, layers, first = int(src_indices.numel()), int(src[0].shape[0]), staging[0]
     if dst_indices.is_cuda:
         raise RuntimeError("Destination indices must be a CPU tensor")
-    if tensors.dtype_name(dst_indices) != "int64" or tensors.dtype_name(src_indices) not in _INTS:
+    if tensors.dtype_name(dst_indices) != "int64" or tensors.dtype_name(src_indices) not in INTS:
         raise RuntimeError("Destination indices must be of type long, source indices of type long or int")
     if count != dst_indices.numel():
         raise RuntimeError("Source and destination indices must have the same length")
@@ -125,7 +122,7 @@ def _staged(
     bounded("dst_indices", pages, held - page_size + 1, page_size)
     blocks, source = quota or default_quota(quota), ("table", 0, src)
     if not src_indices.is_cuda:
-        transfer(source, ("pf", token, dst), src_indices, dst_indices, numbers, blocks, _WARPS, _INTS)
+        transfer(source, ("pf", token, dst), src_indices, dst_indices, numbers, blocks, WARPS, INTS)
         return
     if not room or not all(t.is_cuda for t in staging):
         raise PlacementError(f"staging holds {room} tokens in whole pages, must hold a page on the GPU")
@@ -144,15 +141,15 @@ def _by_pages(
     quota: int,
 ) -> None:
     device, token, count = int(src_indices.get_device()), staging[1], len(pages) * page_size
-    index = index_on_device(src_indices, count, device)
+    index = ids_on_device(src_indices)
     on_host = [tensors.span(t) for t in dst if not t.is_cuda]
     apart = np.array([t.data_ptr() for t in (*staging[2], *dst)], np.uint64)
     # Once: what a part of this operation finds stops no other part.
-    captured = raise_found(device, tensors.current_stream(device))
+    raise_found(device, tensors.current_stream(device))
     for begin in range(0, count, room):  # the stream's order keeps a part's copies before the next part's kernel
         many = min(room, count - begin)
-        part = index._replace(address=index.address + begin * index.width, count=many)
-        launch(source, staging, numbers, quota, _WARPS, device, part, None, many, captured)
+        part = index[0] + begin * index[1], index[1], index[2]
+        launch(source, staging, numbers, quota, WARPS, device, part, (0, 0, None), many, raising=False)
         to = pages[begin // page_size : (begin + many) // page_size].view(np.uint64) * np.uint64(token)
         at = np.arange(0, many * token, page_size * token, dtype=np.uint64)
         ends = [_each(dst, to), _each(staging[2], at)]

@@ -20,8 +20,10 @@ from kvraw.runtime.memory import Over, locate, locate_all
 from kvraw.runtime.stream import capturing
 
 __all__ = [
+    "UNKNOWN",
     "Ranges",
     "Span",
+    "ask_for_bits",
     "current_stream",
     "device_table_bits",
     "dtype_name",
@@ -29,6 +31,7 @@ __all__ = [
     "host_spans",
     "host_values",
     "index_array",
+    "known_bits",
     "look_over",
     "mapped_address",
     "page_gap",
@@ -320,6 +323,40 @@ class _Table:
 
 _tables: dict[int, _Table] = {}  # by id: tensors compare by element
 at_reset(_tables.clear)
+
+
+UNKNOWN = -1
+
+
+def known_bits(group: Iterable[Any]) -> int:
+    """Alignment of the addresses in tables, as all of them or-ed together, mod 16; `UNKNOWN` where it must be asked.
+
+    0 where there are none on the device.
+    """
+    bits = 0
+    for t in group:
+        if t.is_cuda:
+            table = _tables.get(id(t))
+            try:
+                now = t._version, t.data_ptr()
+            except RuntimeError:  # made in inference mode: nothing tells when it is changed
+                bits |= 8
+                continue
+            if table is None or table.pending is not None or not table.asked or table.state != now:
+                return UNKNOWN
+            if table.ref() is not t:
+                return UNKNOWN
+            bits |= table.bits
+    return bits & 15
+
+
+def ask_for_bits(group: Iterable[Any], state: DeviceState, stream: int) -> int:
+    """The same, or 8 bytes until it is known: `device_table_bits`."""
+    bits = 0
+    for t in group:
+        if t.is_cuda:
+            bits |= device_table_bits(t, state, stream)
+    return bits & 15
 
 
 def _learn(table: _Table, upload: Upload, count: int) -> Exception | None:

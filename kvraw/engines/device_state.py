@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,8 @@ class DeviceState:
         self.board = Board(device)
         self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")
         self.arena = StagingArena(device)
+        # What adapters made ready for this device, by a name of theirs: it ends with the context.
+        self.bound: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
         self.noted: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
         self._lock = fork.lock()
         self._side: dict[str, Stream] = {}

@@ -49,6 +49,7 @@ class DriverMethods(Protocol):
     def event_done(self, event: int) -> bool: ...
     def stream_capturing(self, stream: int) -> bool: ...
     def context_device(self) -> int: ...
+    def pointer_number(self, address: int) -> int: ...
     def relaxed(self) -> Any: ...
     # fmt: on
 
@@ -225,7 +226,7 @@ class Program:
         Returns
         -------
         bool
-            False where a row for `Commands.reached`, `uncaptured` or `on_device` ended it.
+            False where a row for `Commands.reached`, `uncaptured`, `on_device` or `same_memory` ended it.
 
         Raises
         ------
@@ -356,6 +357,8 @@ def _call(driver: DriverMethods, op: int, operands: Sequence[int], release: bool
         return not driver.stream_capturing(a)
     elif op == pr.ON_DEVICE:
         return driver.context_device() == a
+    elif op == pr.SAME_MEMORY:
+        return driver.pointer_number(a) == b
     else:
         raise AssertionError(f"a row has operation {op}")
     return True

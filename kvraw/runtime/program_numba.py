@@ -26,6 +26,7 @@ _P = ir.IntType(8).as_pointer()
 
 LAUNCH, COPY, BATCH, COPY_2D, MEMSET, RECORD = pr.LAUNCH, pr.COPY, pr.BATCH, pr.COPY_2D, pr.MEMSET, pr.RECORD
 WAIT, REACHED, UNCAPTURED, ON_DEVICE = pr.WAIT, pr.REACHED, pr.UNCAPTURED, pr.ON_DEVICE
+SAME_MEMORY = pr.SAME_MEMORY
 CHECK, WRITE, DRIVER_ROWS = pr.CHECK, pr.WRITE, pr.DRIVER_ROWS
 SKIP_NEGATIVE, DISTINCT, OUT_OF_RANGE, DUPLICATE = pr.SKIP_NEGATIVE, pr.DISTINCT, pr.OUT_OF_RANGE, pr.DUPLICATE
 ENDED, NOT_READY, NO_CONTEXT, NO_INDEX, EXCHANGE = pr.ENDED, pr.NOT_READY, pr.NO_CONTEXT, pr.NO_INDEX, 8 * pr.EXCHANGE
@@ -35,6 +36,7 @@ MODE, ATTRIBUTES, ATTRIBUTES_AT = 8 * pr.MODE, 8 * pr.ATTRIBUTES, 8 * pr.ATTRIBU
 FAILED_COPY, COPY_2D_AT, STATUS = 8 * pr.FAILED_COPY, 8 * pr.COPY_2D_AT, 8 * pr.STATUS
 ROW = 8 * pr.WORDS
 ORDER_STREAM, RELAXED, UNIFIED = 1, 2, 4  # CU_MEMCPY_SRC_ACCESS_ORDER_, CU_STREAM_CAPTURE_MODE_, CU_MEMORYTYPE_
+BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_
 
 
 @intrinsic
@@ -148,6 +150,11 @@ def _call2(t: Any, f: Any, a: Any, b: Any) -> Any:
 @intrinsic
 def _wait(t: Any, f: Any, stream: Any, event: Any, flags: Any) -> Any:
     return _integers(4), _function("lli")
+
+
+@intrinsic
+def _attribute(t: Any, f: Any, answer: Any, what: Any, address: Any) -> Any:
+    return _integers(4), _function("lil")
 
 
 @intrinsic
@@ -266,6 +273,10 @@ def _run_source(header: Any, ids: Any) -> Any:
             _store(header + STATUS, 0)
             result = _call1(f, header + STATUS)
             if result == NO_CONTEXT or (result == 0 and _load(header + STATUS) != a):
+                result = ENDED
+        elif op == SAME_MEMORY:
+            _store(header + STATUS, 0)
+            if _attribute(f, header + STATUS, BUFFER_ID, a) != 0 or _load(header + STATUS) != b:
                 result = ENDED
         elif op == CHECK:
             result, detail = _check(row)

@@ -16,14 +16,16 @@ WAIT         7 stream, event                                                    
 REACHED      8 event                                                              cuEventQuery
 UNCAPTURED   9 stream                                                             cuStreamIsCapturing
 ON_DEVICE   10 device                                                             cuCtxGetDevice
-CHECK       11 ids, count, width, limit, flags, marks, first                      nothing: checks ids
-WRITE       12 dst, src, count, width, add                                        nothing: writes words
+SAME_MEMORY 11 address, number                                                    cuPointerGetAttribute
+CHECK       12 ids, count, width, limit, flags, marks, first                      nothing: checks ids
+WRITE       13 dst, src, count, width, add                                        nothing: writes words
 ========== === ================================================================== ==========================
 
 LAUNCH has a grid of ``blocks`` x 1 x 1 and ``threads`` x 1 x 1; ``params`` is the address of an array of argument
 addresses. A LAUNCH of no blocks and a COPY, BATCH, COPY_2D or MEMSET of nothing is left out, so a value may switch it
-off. Three end the program, without an error: REACHED where the event is not reached (asked in relaxed capture mode),
-UNCAPTURED where a capture is in progress on the stream, ON_DEVICE where the current context is not one of the device.
+off. Four end the program, without an error: REACHED where the event is not reached (asked in relaxed capture mode),
+UNCAPTURED where a capture is in progress on the stream, ON_DEVICE where the current context is not one of the device,
+SAME_MEMORY where the allocation or registration around an address is not the one of this number (`pointer_number`).
 
 CHECK looks at ``count`` ids of ``width`` 4 or 8 bytes, signed: each is in [0, limit), and with `DISTINCT` none stands
 twice; with `SKIP_NEGATIVE` negative ones count for neither. ``marks`` is one bit for each id below the limit, all zero
@@ -42,8 +44,10 @@ from typing import NamedTuple
 __all__ = ["IDS", "IDS_COUNT", "Address", "Commands", "Operand", "Value"]
 
 WORDS = 8  # of a row
-(LAUNCH, COPY, BATCH, COPY_2D, MEMSET, RECORD, WAIT, REACHED, UNCAPTURED, ON_DEVICE, CHECK, WRITE) = range(1, 13)
-DRIVER_ROWS = ON_DEVICE  # up to here a row calls the driver
+(LAUNCH, COPY, BATCH, COPY_2D, MEMSET, RECORD, WAIT, REACHED, UNCAPTURED, ON_DEVICE, SAME_MEMORY, CHECK, WRITE) = range(
+    1, 14
+)
+DRIVER_ROWS = SAME_MEMORY  # up to here a row calls the driver
 
 SKIP_NEGATIVE, DISTINCT = 1, 2  # flags of CHECK
 OUT_OF_RANGE, DUPLICATE = 1, 2  # what CHECK meets
@@ -63,6 +67,7 @@ CALLS = {
     REACHED: "cuEventQuery",
     UNCAPTURED: "cuStreamIsCapturing",
     ON_DEVICE: "cuCtxGetDevice",
+    SAME_MEMORY: "cuPointerGetAttribute",
 }
 EXCHANGE = 0  # cuThreadExchangeStreamCaptureMode
 
@@ -70,7 +75,7 @@ EXCHANGE = 0  # cuThreadExchangeStreamCaptureMode
 (ROWS, ROW_COUNT, LINKS, LINK_COUNT, VALUES, RELEASE, FUNCTIONS) = range(7)
 (FAILED_ROW, RESULT, DETAIL) = range(7, 10)  # what it answers
 # Structures that driver functions read and write: a capture mode, CUmemcpyAttributes (24 bytes), their first copy,
-# the failing copy, CUDA_MEMCPY2D (128 bytes), a capture status or a device.
+# the failing copy, CUDA_MEMCPY2D (128 bytes), a capture status, a device or a number of memory.
 (MODE, ATTRIBUTES, ATTRIBUTES_AT, FAILED_COPY, COPY_2D_AT, STATUS) = (10, 11, 14, 15, 16, 32)
 HEADER_WORDS = 40
 NO_INDEX = -1
@@ -192,6 +197,10 @@ class Commands:
     def on_device(self, device: Operand) -> int:
         """End here where the current context is not one of this device."""
         return self._row(ON_DEVICE, device)
+
+    def same_memory(self, address: Operand, number: Operand) -> int:
+        """End here where the memory at an address is not the allocation or registration of this number any more."""
+        return self._row(SAME_MEMORY, address, number)
 
     def check(
         self,

@@ -63,6 +63,7 @@ class Recorder:
         self.problems: list[str] = []
         self.mode = 0  # of the thread
         self.device: int | None = 3  # of the current context
+        self.numbers: dict[int, int] = {}  # of memory, by address
         self._keep: list[Any] = []
         self.addresses = {
             "cuLaunchKernel": self._c(self._launch, LONG, *[UINT] * 7, LONG, LONG, LONG),
@@ -75,6 +76,7 @@ class Recorder:
             "cuEventQuery": self._c(self._query, LONG),
             "cuStreamIsCapturing": self._c(self._is_capturing, LONG, LONG),
             "cuCtxGetDevice": self._c(self._get_device, LONG),
+            "cuPointerGetAttribute": self._c(self._attribute, LONG, INT, LONG),
             "cuThreadExchangeStreamCaptureMode": self._c(self._exchange, LONG),
         }
         self.bindings = self._bindings()
@@ -133,6 +135,15 @@ class Recorder:
         if self.mode != 2:
             self.problems.append("an event was asked for in a mode that a capture forbids")
         return self._made("cuEventQuery", event) or (600 if event in self.pending else 0)
+
+    def _attribute(self, answer: int, what: int, address: int) -> int:
+        if what != 7:
+            self.problems.append(f"attribute {what}")
+        code = self._made("cuPointerGetAttribute", address)
+        if not code and address in self.numbers:
+            LONG.from_address(answer).value = self.numbers[address]
+            return 0
+        return code or 1
 
     def _is_capturing(self, stream: int, status: int) -> int:
         INT.from_address(status).value = int(stream in self.capturing)

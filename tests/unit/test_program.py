@@ -63,6 +63,7 @@ ROWS = st.one_of(
     st.tuples(st.just("reached"), small),
     st.tuples(st.just("uncaptured"), small),
     st.tuples(st.just("on_device"), st.just(3)),
+    st.tuples(st.just("same_memory"), small, st.integers(1, 2)),
 )
 CODES = [1, 2, 700, 900]
 
@@ -77,7 +78,7 @@ def test_random_programs(data: st.DataObject) -> None:
     for name, *operands in data.draw(st.lists(ROWS, max_size=12)):
         if (
             values
-            and name not in ("copy_batch", "reached", "uncaptured", "copy_2d", "on_device")
+            and name not in ("copy_batch", "reached", "uncaptured", "copy_2d", "on_device", "same_memory")
             and data.draw(st.booleans())
         ):
             at = data.draw(st.integers(0, len(operands) - 1))
@@ -86,6 +87,7 @@ def test_random_programs(data: st.DataObject) -> None:
                 operands[at] = type(first)(first.index + data.draw(st.integers(0, len(values) - 1)), operands[at].add)
         getattr(commands, name)(*operands)
     recorder.pending, recorder.capturing = data.draw(st.sets(small, max_size=2)), data.draw(st.sets(small, max_size=2))
+    recorder.numbers = dict.fromkeys(data.draw(st.sets(small)), 1)
     if data.draw(st.booleans()):
         recorder.fail(data.draw(st.integers(0, 8)), data.draw(st.sampled_from(CODES)), data.draw(st.none() | small))
     programs = [Program(commands, recorder.driver(), release=data.draw(st.booleans())) for _ in BOTH]

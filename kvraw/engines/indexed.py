@@ -1,0 +1,156 @@
+"""A launch whose ids lie on the device, bound: a call writes addresses and counts, and is one compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvraw.arrays import U64
+from kvraw.engines import kernel_args as ka
+from kvraw.engines.device_state import DeviceState
+from kvraw.engines.kernel import KernelPlan, copy_kernel, launch_shape
+from kvraw.engines.operands import DeviceTable
+from kvraw.errors import BoundsError
+from kvraw.runtime import fork
+from kvraw.runtime.inflight import Completion
+from kvraw.runtime.module import ArgumentBlock
+from kvraw.runtime.program import Commands, Program
+
+__all__ = ["IndexedLaunch"]
+
+
+class IndexedLaunch:
+    """A launch of a copy plan between tables that stay what they are, by ids on the device.
+
+    The device's context is current where it is made.
+
+    Parameters
+    ----------
+    plan : KernelPlan
+        What is launched; names what errors call the ids.
+    tables : tuple
+        Base addresses of source and destination as the device sees them, or where the device has them.
+    widths : tuple of int
+        Bytes of an id of the source and of the destination, 8 or 4; 0: items are their own ids.
+    pinned : sequence of (int, int)
+        Addresses in pinned or registered memory, each with the number that the driver gave what lies there: where that
+        has changed, the tables are no longer right.
+    link : bool
+        Host memory takes part.
+
+    Raises
+    ------
+    BoundsError
+        The tables do not fit the argument block.
+    """
+
+    __slots__ = (
+        *("_block", "_count", "_event", "_grid", "_index", "_lock", "_most", "_per_item", "_plan", "_program"),
+        *("_short", "_state", "_stream", "_values", "_words"),
+    )
+
+    def __init__(
+        self,
+        state: DeviceState,
+        plan: KernelPlan,
+        tables: tuple[U64 | DeviceTable, U64 | DeviceTable],
+        widths: tuple[int, int],
+        *,
+        pinned: Sequence[tuple[int, int]] = (),
+        link: bool = True,
+    ) -> None:
+        self._state, self._plan, self._lock = state, plan, fork.lock()
+        block = self._block = ArgumentBlock(ka.ARGS)
+        ka.fill_plan(block.record, plan.plan)
+        long, short = block.record.view(np.uint64), block.record.view(np.uint32)
+        bits = at = 0
+        for k, (table, side) in enumerate(zip(tables, (plan.plan.src_flat, plan.plan.dst_flat), strict=True)):
+            flags = ka.SKIP_NEGATIVE * side.skip_negative
+            if widths[k]:
+                flags |= (ka.INDEX_I64 if widths[k] == 8 else ka.INDEX_I32) | ka.CHECK * plan.check
+            if isinstance(table, DeviceTable):
+                long[ka.TABLE[k]] = table.address
+                bits |= table.bits
+            else:
+                if at + len(table) > ka.WORDS:
+                    raise BoundsError(f"tables have {at + len(table)} base addresses, must have at most {ka.WORDS}")
+                flags |= ka.TABLE_INLINE
+                long[ka.TABLE[k]] = at
+                long[ka.WORDS_AT + at : ka.WORDS_AT + at + len(table)] = table
+                bits |= int(np.bitwise_or.reduce(table))
+                at += len(table)
+            short[ka.FLAGS[k]] = flags
+        width = plan.plan.width(bits)
+        self._per_item = plan.plan.runs_per_item * ka.fill_width(block.record, plan.plan, width)
+        self._words: memoryview[int] = memoryview(block.record.view("u1").data).cast("B").cast("Q")
+        self._index = tuple(ka.INDEX[k] if widths[k] else -1 for k in (0, 1))
+        self._most, self._count, self._grid = plan.most_ctas(link, state.multiprocessors), -1, (0, 0)
+        c = Commands()
+        stream, event, ctas, threads = c.value(), c.value(), c.value(), c.value()
+        c.uncaptured(stream)
+        for address, number in pinned:
+            c.same_memory(address, number)
+        c.launch(copy_kernel(width).handle_for(state.owner), ctas, threads, stream, block.address)
+        c.record(event, stream)
+        self._program = Program(c, state.owner)
+        self._values = self._program.values
+        self._stream, self._event = stream.index, event.index
+        self._short = ctas.index
+
+    def enqueue(
+        self,
+        stream: int,
+        src_ids: int,
+        dst_ids: int,
+        count: int,
+        *,
+        told: Callable[[Exception], None] | None = None,
+        refs: object = None,
+    ) -> Completion | None:
+        """Launch it for items 0 to `count`, at least one, by ids at these addresses.
+
+        `told` receives what the kernel finds in the ids, where nobody waits for the launch; `refs` are kept until it
+        is over.
+
+        Returns
+        -------
+        Completion or None
+            None where it was not launched: another device's context is current, a capture is in progress on the
+            stream, or the pinned memory is no longer what it was.
+        """
+        state, program = self._state, self._program
+        if state.owner.context_device() != state.device:  # ahead of all: events are made in the current context
+            return None
+        operation = state.books.begin(stream)
+        try:
+            status = 0
+            if self._plan.check:
+                status = state.board.take(operation, self._plan, 0, told)
+            with self._lock:
+                words, values, (src, dst) = self._words, self._values, self._index
+                if src >= 0:
+                    words[src] = src_ids
+                if dst >= 0:
+                    words[dst] = dst_ids
+                words[ka.STATUS] = status
+                if count != self._count:
+                    self._shape(count)
+                values[self._stream], values[self._event] = stream, operation.event  # type: ignore[assignment]
+                operation.enqueued.append(stream)
+                operation.recorded = program.run()
+            if operation.recorded:
+                return operation.commit(refs)
+            operation.enqueued.clear()
+        except BaseException:
+            operation.abort()
+            raise
+        operation.abort()
+        return None
+
+    def _shape(self, count: int) -> None:
+        segments = count * self._per_item
+        self._words[ka.SEGMENTS] = segments
+        ctas, threads = launch_shape(segments, self._most, self._plan.threads)
+        self._values[self._short], self._values[self._short + 1] = ctas, threads
+        self._count = count
