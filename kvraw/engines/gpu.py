@@ -117,6 +117,7 @@ class GpuPlan:
         )
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._bound: dict[tuple[object, ...], BoundCall | None] = {}
+        self._seen: set[tuple[object, ...]] = set()  # kinds of calls that came once
         self._lock = fork.lock()  # of argument blocks of bound launches
         paged, name = (src, names[0]) if store else (dst, names[1])
         self.id_check = IdCheck(name, paged if check else None, distinct and check and not store)
@@ -340,7 +341,8 @@ class GpuPlan:
         try:
             return self._bound[key]
         except KeyError:
-            pass
+            if not self._came_before(key):
+                return None
         chunks = len(call.chunks)
         tables: tuple[U64 | int, U64 | int] = (self._bases, chunks) if self.store else (chunks, self._bases)
         launch = self.kernel.bind(
@@ -369,9 +371,19 @@ class GpuPlan:
         try:
             return self._bound[key]
         except KeyError:
-            pass
+            if not self._came_before(key):
+                return None
         bound = staged.bind(state, ring, self.id_check, len(places), bits, joined)
         return bound if bound is None else self._keep_bound(key, bound)  # None: its slots were not used yet
+
+    def _came_before(self, key: tuple[object, ...]) -> bool:
+        """Whether a call of a kind came before: the first takes less time without a program."""
+        if key in self._seen:
+            return True
+        if len(self._seen) >= _MOST_BOUND:
+            self._seen.clear()
+        self._seen.add(key)
+        return False
 
     def _keep_bound(self, key: tuple[object, ...], bound: BoundCall | None) -> BoundCall | None:
         if len(self._bound) >= _MOST_BOUND:
