@@ -10,7 +10,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import sglang, tensors, vllm
+from kvraw.adapters import pointer_tables, sglang, vllm
 from kvraw.adapters.lmcache import _place
 from kvraw.engines.device_state import device_state
 from kvraw.runtime.context import DeviceScope
@@ -139,7 +139,7 @@ def test_nothing_is_asked_or_raised_in_a_capture(fake: FakeDriver, monkeypatch: 
     with pytest.raises(kvraw.BoundsError, match=BAD):
         sglang.transfer_kv_all_layer_mla(*args, item_size=ROW, num_layers=1)
     sglang.transfer_kv_all_layer_mla(*args, item_size=ROW, num_layers=1)  # asks for the tables
-    assert tensors._tables[id(table)].pending is not None
+    assert pointer_tables._tables[id(table)].pending is not None
     rows.kernel(rows.bad)
     w.synchronize()
     before = fake.calls["event_done"]

@@ -12,7 +12,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import found, sglang, sglang_direct, tensors, vllm
+from kvraw.adapters import found, pointer_tables, sglang, sglang_direct, tensors, vllm
 from kvraw.adapters.lmcache import _blocks, _place
 from kvraw.engines.device_state import device_state
 from kvraw.runtime.context import DeviceScope
@@ -225,10 +225,10 @@ def test_tensors_that_are_given_other_memory_or_another_shape(w: TorchLike) -> N
     state, table = device_state(0), w.put("device", np.array([4096, 8192], np.uint64))
     assert w.stream is not None
     with DeviceScope(0):
-        tensors.device_table_bits(table, state, w.stream.handle)
+        pointer_tables.device_table_bits(table, state, w.stream.handle)
         w.synchronize()
         state.books.drain()
-        assert tensors.device_table_bits(table, state, w.stream.handle) == 4096 | 8192
+        assert pointer_tables.device_table_bits(table, state, w.stream.handle) == 4096 | 8192
         table.base = w.put("device", np.array([4096, 8], np.uint64)).base
-        assert tensors.device_table_bits(table, state, w.stream.handle) == 8  # not known yet
+        assert pointer_tables.device_table_bits(table, state, w.stream.handle) == 8  # not known yet
         w.synchronize()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import sglang, tensors
+from kvraw.adapters import pointer_tables, sglang, tensors
 from tests.helpers.sglang_case import BY_NAME, DST, LAYERS, OPS, SRC, TOKENS, Case, Op
 from tests.helpers.torch_like import Tensor, TorchLike
 
@@ -127,11 +127,11 @@ def test_a_known_table_is_not_asked_again(fake: object, monkeypatch: pytest.Monk
     sglang.transfer_kv_all_layer_mla(table, to, ids, ids, item_size=64, num_layers=LAYERS)
     w.synchronize()
     assert names[-1] == "kvraw_copy_v8"
-    known = len(tensors._tables)
+    known = len(pointer_tables._tables)
     tensors.device_state(0).books.drain()
     del table
     gc.collect()
-    assert len(tensors._tables) < known
+    assert len(pointer_tables._tables) < known
 
 
 def test_a_table_made_in_inference_mode(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
