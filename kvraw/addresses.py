@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import platform
 from typing import Any
 
@@ -11,9 +13,35 @@ from kvraw.errors import BoundsError
 
 __all__ = ["FIRST", "TOP", "in_reach", "no_address", "require_address", "require_addresses"]
 
+
+def _top() -> int:
+    """Where addresses end: on x86-64 half of what the page tables of this machine translate."""
+    if platform.machine() != "x86_64":
+        return 1 << 63
+    # With four levels there is nothing from 2**47 on; with five only for those who name such an address.
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        none, private_anonymous = 0, 0x22
+        for hint in (1 << 48, 3 << 49):  # should somebody lie there
+            found = libc.mmap(hint, mmap.PAGESIZE, none, private_anonymous, -1, 0)
+            if found is None or found == ctypes.c_void_p(-1).value:
+                break
+            libc.munmap(found, mmap.PAGESIZE)
+            if found >= 1 << 47:
+                break
+        else:
+            return 1 << 47
+    except (OSError, AttributeError):
+        pass
+    return 1 << 56
+
+
 # Nothing lies in the first page, nor where the kernel lives.
 FIRST = 1 << 12
-TOP = 1 << (56 if platform.machine() in ("x86_64", "AMD64") else 63)
+TOP = _top()
 
 
 def no_address(name: str, address: int, nbytes: int) -> BoundsError:

@@ -14,8 +14,9 @@ from kvraw.discovery import discover
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import Format
 from kvraw.layout import CacheLayout, Geometry, find_format
-from kvraw.runtime.context import device_if_active, generation
+from kvraw.runtime.context import device_if_active, generation, reset_error, resets
 from kvraw.runtime.driver import driver_here
+from kvraw.runtime.libc import mapped
 from kvraw.runtime.memory import held_by, locate, locate_all
 
 __all__ = ["PagedCache"]
@@ -176,7 +177,14 @@ class PagedCache(Uncopied):
         cache = cls(CacheLayout(find_format(format), geometry), pointers, device, owner)
         _require_distinct("pointers", cache.layout, cache.bases.tolist())
         if device is None:
-            require_host("pointers", cache.bases, cache.layout.tensor_bytes())
+            nbytes = cache.layout.tensor_bytes()
+            require_host("pointers", cache.bases, nbytes)
+            for at, address in enumerate(cache.bases.tolist()):
+                if not mapped(address, nbytes):
+                    raise BoundsError(
+                        f"pointers[{at}] is {address:#x}: this process has no {nbytes} bytes of memory there, which "
+                        f"{geometry} takes"
+                    )
         else:
             require_on_device("pointers", cache.bases, cache.layout.tensor_bytes(), device)
         return cache
@@ -198,6 +206,11 @@ class PagedCache(Uncopied):
         """Raise `PlacementError` where it is read-only memory."""
         if self.readonly:
             raise PlacementError("cache holds a read-only tensor, must be writable for a load")
+
+    def require_context(self) -> None:
+        """Raise `ClosedError` where the context of its device was found to be reset since it was made."""
+        if self.device is not None and resets(self.device) != self.generation:
+            raise reset_error(self.device, "the cache")
 
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of a chunk of this many tokens: all layers, all planes."""

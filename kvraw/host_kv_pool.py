@@ -302,6 +302,7 @@ class HostKVPool(Uncopied):
         return found
 
     def _partner(self, cache: PagedCache) -> _Partner:
+        cache.require_context()
         found = self._partners.get(cache)
         if found is None:
             mine, other = self.layout.geometry, cache.geometry

@@ -223,9 +223,10 @@ class PreparedCopy:
         count: int,
         *,
         link: bool,
+        told: Callable[[Exception], None] | None = None,
     ) -> None:
-        """Enqueue the kernel as a part of an operation, with operands that the caller has checked."""
-        self._kernel.enqueue(state, operation, src, dst, first, count, link=link)
+        """Enqueue the kernel as a part of an operation, with operands that the caller has checked; as `launch`."""
+        self._kernel.enqueue(state, operation, src, dst, first, count, link=link, told=told)
 
     def batch(
         self,

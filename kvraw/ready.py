@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,13 @@ class Ready:
             for t, i in zip(self._seen, self._index, strict=True)
         ]
 
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> str:
+    def enqueue(
+        self,
+        state: DeviceState,
+        operation: Operation,
+        capturing: bool,
+        told: Callable[[Exception], None] | None = None,
+    ) -> str:
         """Enqueue the copy on the operation's stream; returns the engine. The device's context is current."""
         if not self._count:
             return "none"
@@ -103,5 +110,5 @@ class Ready:
                 edges=self.edges,
             )
         else:
-            copy.enqueue_kernel(state, operation, src, dst, self._first, self._count, link=self.link)
+            copy.enqueue_kernel(state, operation, src, dst, self._first, self._count, link=self.link, told=told)
         return engine

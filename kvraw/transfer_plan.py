@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from kvraw import config
@@ -187,7 +187,14 @@ class TransferPlan(Uncopied):
         return named
 
     def __call__(
-        self, chunks: Sequence[Any], ids: Any, *, skip: int = 0, stream: Any = None, side: bool = False
+        self,
+        chunks: Sequence[Any],
+        ids: Any,
+        *,
+        skip: int = 0,
+        stream: Any = None,
+        side: bool = False,
+        on_error: Callable[[Exception], None] | None = None,
     ) -> Transfer:
         """Copy; on a GPU, enqueue the copy.
 
@@ -208,6 +215,8 @@ class TransferPlan(Uncopied):
             Copy on a stream of kvraw's own, behind what `stream` was given. A load makes `stream` wait for it; after a
             store `stream` goes on, and whatever overwrites the blocks, or ids on the device, must wait
             (`Transfer.wait_on`, `Transfer.wait`).
+        on_error : callable, optional
+            Receives what kernels find in ids on the device, once it is known, where nobody waits for the transfer.
 
         Raises
         ------
@@ -234,7 +243,7 @@ class TransferPlan(Uncopied):
             handle = stream_handle(stream, self.cache.device)
             if count <= 0:
                 return Transfer(self, None, _NOTHING)
-            return self._enqueue(self._gpu, row, index, skip, count, handle, side)
+            return self._enqueue(self._gpu, row, index, skip, count, handle, side, on_error)
         engine = self._done.engine
         if index.host is None:
             raise PlacementError(f"{self._ids_name} lie on a device; the {engine} engine takes them on the host")
@@ -274,7 +283,15 @@ class TransferPlan(Uncopied):
             row.require_distinct(skip // self._per_chunk, -(-index.count // self._per_chunk))
 
     def _enqueue(
-        self, gpu: GpuPlan, row: ChunkRow, index: IndexVector, skip: int, count: int, stream: int, side: bool
+        self,
+        gpu: GpuPlan,
+        row: ChunkRow,
+        index: IndexVector,
+        skip: int,
+        count: int,
+        stream: int,
+        side: bool,
+        on_error: Callable[[Exception], None] | None,
     ) -> Transfer:
         device = self.cache.device
         assert device is not None
@@ -294,7 +311,7 @@ class TransferPlan(Uncopied):
                 if own != stream:
                     operation.follow(stream)
                 edges = tuple(row.edges)
-                call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing, edges, row.bits)
+                call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing, edges, row.bits, on_error)
                 choice = gpu.enqueue(state, operation, call)
                 if operation.recorded and self._repeat is not None and (pool := row.one_pool) is not None:
                     self._repeat.learn(state, pool, call)

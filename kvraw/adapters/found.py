@@ -7,10 +7,13 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from kvraw.engines.board import once
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.runtime.stream import capturing
 
-__all__ = ["nobody", "pending", "raise_found", "teller"]
+__all__ = ["Sink", "nobody", "pending", "raise_found", "sink_for", "teller"]
+
+Sink = Callable[[Exception], None]
 
 _log = logging.getLogger("kvraw")
 _found: defaultdict[int, deque[Exception]] = defaultdict(deque)
@@ -20,6 +23,11 @@ _found: defaultdict[int, deque[Exception]] = defaultdict(deque)
 def teller(device: int) -> Callable[[Exception], None]:
     """What takes such an error of an operation that nobody waits for."""
     return _found[device].append
+
+
+def sink_for(device: int, captured: bool) -> Sink:
+    """The same for an operation of several launches, which counts as one error; of a graph each launch counts."""
+    return teller(device) if captured else once(teller(device))
 
 
 def nobody(error: Exception) -> None:

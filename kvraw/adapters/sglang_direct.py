@@ -20,6 +20,7 @@ from kvraw.engines.given import page_starts
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import require_plain
 from kvraw.plan import CopyPlan, Side
+from kvraw.runtime.context import at_reset
 
 __all__ = ["copy_pages", "copy_tokens", "device_of", "page_indices"]
 
@@ -108,6 +109,8 @@ def _side(step: int, count: int, token: int = 0) -> Side:
 _FEW, _MOST = 8, 512
 _by_value: dict[tuple[object, ...], _Ready] = {}
 _by_identity: dict[tuple[object, ...], tuple[list[object], _Ready, object]] = {}
+at_reset(_by_value.clear)
+at_reset(_by_identity.clear)
 _fields = attrgetter("shape", "dtype")
 
 

@@ -188,9 +188,10 @@ def _cpu(found: _Findings) -> Report:
     try:
         out["threads"] = cpu.threads()
         kvraw.warm_up()
-        from kvraw.engines import cpu_cache, cpu_kernels
+        from kvraw.runtime import jit as compiler
+        from kvraw.runtime import jit_cache
 
-        jit["compiled"], jit["cache"] = cpu_kernels.COMPILED, cpu_cache.kept_in()
+        jit["compiled"], jit["cache"] = compiler.COMPILED, jit_cache.kept_in()
     except ValueError as error:  # a variable, which is among the problems already
         out["why_not"] = str(error)
     except Exception as error:  # numba and llvmlite fail in many ways where versions do not fit together
@@ -202,9 +203,9 @@ def _cpu(found: _Findings) -> Report:
             found.better("NUMBA_DISABLE_JIT is set: the CPU's kernels run as Python, very slowly", "unset it")
         elif jit["cache"] is None:
             found.better("numba has no place for compiled kernels", "set NUMBA_CACHE_DIR to a directory to write to")
-        elif cpu_cache.unsaved:
+        elif jit_cache.unsaved:
             found.better(
-                f"compiled kernels cannot be kept in {jit['cache']}: {cpu_cache.unsaved[0]}",
+                f"compiled kernels cannot be kept in {jit['cache']}: {jit_cache.unsaved[0]}",
                 "make room there, or set NUMBA_CACHE_DIR to another directory",
             )
             jit["cache"] = None

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvraw.runtime import fork
+from kvraw.runtime.context import at_reset
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
 
@@ -18,6 +19,7 @@ __all__ = ["Arena", "give_arena", "offsets", "take_arena"]
 _ALIGNMENT = 256
 _lock = fork.lock()
 _free: weakref.WeakKeyDictionary[CudaDriver, dict[int, list[Arena]]] = weakref.WeakKeyDictionary()
+at_reset(_free.clear)
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:

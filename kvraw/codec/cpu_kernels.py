@@ -15,7 +15,7 @@ from numba.core import types
 
 from kvraw.codec import args
 from kvraw.engines import cpu_plain
-from kvraw.engines.cpu_kernels import jit, primitive
+from kvraw.runtime.jit import jit, primitive
 
 __all__ = ["count", "decode", "encode", "pack"]
 

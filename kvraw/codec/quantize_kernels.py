@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvraw.engines.cpu_floats import narrow, widen
-from kvraw.engines.cpu_kernels import jit
+from kvraw.runtime.jit import jit
 
 __all__ = ["dequantize", "quantize"]
 

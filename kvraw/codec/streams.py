@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvraw.arrays import TensorView, dtype_name, host_bytes, tensor_view
+from kvraw.checks import integer
 from kvraw.codec import args, cpu, gpu
 from kvraw.codec.arena import Arena, give_arena, offsets, take_arena
 from kvraw.codec.encoded import Encoded
@@ -73,6 +74,7 @@ def encode(symbols: Any, alphabet: int | None = None, *, cdf: Any = None, stream
     view = take("symbols", symbols, 3, ("uint8", "int8"), 1, dense=False)
     if alphabet is None:
         alphabet = _alphabet(symbols, view, cdf)
+    alphabet = integer("alphabet", alphabet)
     if not 1 <= alphabet <= MOST_SYMBOLS:
         raise BoundsError(f"alphabet is {alphabet}, must be in [1, {MOST_SYMBOLS}]")
     if cdf is not None and take("cdf", cdf, 3, ("int16", "uint16"), 2).shape[2] != alphabet + 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from typing import Protocol
@@ -11,11 +12,22 @@ from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Completion, Operation
 from kvraw.runtime.memory import PinnedBuffer
 
-__all__ = ["Board", "Finder", "Ticket"]
+__all__ = ["Board", "Finder", "Ticket", "once"]
 
 _PAGE = 64  # pairs of status words that are looked at together
 _PAGES = 16  # made at once: a graph keeps one pair for each launch in it, and a capture is no time to make memory
 _CLEAR = bytes(16 * _PAGE)
+
+
+def once(sink: Callable[[Exception], None]) -> Callable[[Exception], None]:
+    """A sink for the errors of several launches of one operation, that passes on the first alone."""
+    left = [sink]
+
+    def take(error: Exception) -> None:
+        with contextlib.suppress(IndexError):
+            left.pop()(error)
+
+    return take
 
 
 class Finder(Protocol):

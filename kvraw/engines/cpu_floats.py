@@ -15,7 +15,7 @@ import numba
 from numba.core import types
 
 from kvraw.engines import cpu_plain
-from kvraw.engines.cpu_kernels import primitive
+from kvraw.runtime.jit import primitive
 
 __all__ = ["narrow", "widen"]
 

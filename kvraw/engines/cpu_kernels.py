@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba.core import cgutils, types
-from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from kvraw.engines import cpu_plain
-from kvraw.engines.cpu_cache import KernelCache
-from kvraw.runtime import fork
+from kvraw.runtime.jit import COMPILED, jit, primitive
 
-__all__ = ["COMPILED", "copy_batch", "copy_items", "jit", "primitive"]
-
-COMPILED = not numba.config.DISABLE_JIT
-fork.wait_for(global_compiler_lock._lock)  # kernels are compiled at their first calls
+__all__ = ["copy_batch", "copy_items"]
 
 _LINE = 64  # bytes of a cache line: the unit of a streaming store
 _STREAM_FROM = 192  # shorter runs: the unaligned ends outweigh what streaming saves
-
-
-def primitive(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate an intrinsic; `plain` does the same where kernels are not compiled."""
-    return intrinsic if COMPILED else lambda _: plain
 
 
 @primitive(cpu_plain.memmove)
@@ -83,21 +71,6 @@ def _fence(typingctx: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), codegen
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """Compile without the GIL; kept on disk where there is a place for it. Under NUMBA_DISABLE_JIT it runs as it is."""
-    if not COMPILED:
-
-        @functools.wraps(function)
-        def quiet(*args: Any) -> Any:
-            with np.errstate(all="ignore"):
-                return function(*args)
-
-        return quiet
-    compiled = numba.njit(nogil=True)(function)
-    compiled._cache = KernelCache(function)  # what `cache=True` does, with numba's own
-    return compiled
 
 
 def _copy_run_source(dst: Any, src: Any, nbytes: Any, stream: Any) -> None:

@@ -30,7 +30,7 @@ def _cuts_source(cuts: Any, begin: Any, end: Any) -> Any:
     return 0
 
 
-_cut = jit(_cuts_source, nogil=False)
+_cut = jit(_cuts_source, nogil=False, error_model="numpy")
 
 
 def _stands_source(apart: Any, address: Any) -> Any:
@@ -45,7 +45,7 @@ def _stands_source(apart: Any, address: Any) -> Any:
     return low < len(apart) and apart[low] == address
 
 
-_stands = jit(_stands_source, nogil=False)
+_stands = jit(_stands_source, nogil=False, error_model="numpy")
 
 
 def _enumerate_source(
@@ -152,5 +152,5 @@ def entry_point() -> Any:
     """Compile the function, or load it from the disk's cache."""
     vector = types.Array(types.int64, 1, "C")
     table = types.Array(types.int64, 2, "C")
-    compiled = jit(_enumerate_source, nogil=False)
+    compiled = jit(_enumerate_source, nogil=False, error_model="numpy")
     return compiled.compile((table, table, *[vector] * 7, table, table))

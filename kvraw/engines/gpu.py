@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.engines import copy_engine
 from kvraw.engines.arena import StagingRing
+from kvraw.engines.board import once
 from kvraw.engines.bound import BoundCall, IdCheck, bind_kernel
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.kernel import KernelPlan, kernels_barred
@@ -46,6 +48,8 @@ class GpuCall:
         Addresses in chunks that no copy of the copy engine may span.
     bits : int
         The alignment of `chunks`, or-ed together; -1: not known.
+    on_error : callable, optional
+        Receives what kernels find in ids on the device, where nobody waits for the operation.
     """
 
     index: IndexVector
@@ -57,6 +61,7 @@ class GpuCall:
     capturing: bool
     edges: tuple[int, ...] = ()
     bits: int = -1
+    on_error: Callable[[Exception], None] | None = None
 
 
 class GpuPlan:
@@ -112,6 +117,7 @@ class GpuPlan:
         )
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._bound: dict[tuple[object, ...], BoundCall | None] = {}
+        self._seen: set[tuple[object, ...]] = set()  # kinds of calls that came once
         self._lock = fork.lock()  # of argument blocks of bound launches
         paged, name = (src, names[0]) if store else (dst, names[1])
         self.id_check = IdCheck(name, paged if check else None, distinct and check and not store)
@@ -121,14 +127,23 @@ class GpuPlan:
         paged, flat = Operands(self._bases, index), Operands(chunks, None, None, bits)
         return (paged, flat) if self.store else (flat, paged)
 
-    def settled_choice(self, call: GpuCall) -> Choice | None:
-        """The engine of calls like one that was enqueued, where it is the same whatever their ids are."""
+    def settled_choice(self, call: GpuCall, joined: int | None = None) -> Choice | None:
+        """The engine of calls like one that was enqueued, where it is the same whatever their ids are.
+
+        With `joined`, that of calls with as many `joined_items`.
+        """
         plan = self.plan
         if plan.src_flat.skip_negative or plan.dst_flat.skip_negative:
             return None
         if self._fixed is not None:
             return self._fixed
-        return self._choices.get((call.count, call.first % self._per_chunk, call.link, False, False, False))
+        key = (call.count, call.first % self._per_chunk, call.link, False, False, False)
+        return self._choices.get(key if joined is None else (*key, joined))
+
+    @staticmethod
+    def joined_items(ids: I64) -> int:
+        """How many ids follow each other, on the average."""
+        return len(ids) // (1 + int(np.count_nonzero(ids[1:] - ids[:-1] != 1)))
 
     def choose(self, state: DeviceState, call: GpuCall) -> Choice:
         """The engine of a call."""
@@ -154,8 +169,7 @@ class GpuPlan:
         if joined == 1 or best_case.engine != "copy":
             return self._keep(key, best_case)  # however neighbouring the ids are
         assert host is not None
-        ids = host[call.first : call.first + call.count]
-        joined = call.count // (1 + np.count_nonzero(ids[1:] - ids[:-1] != 1))
+        joined = self.joined_items(host[call.first : call.first + call.count])
         key = (*key, joined)
         return self._choices.get(key) or self._keep(key, self._decide(state, call, gaps, joined))
 
@@ -234,7 +248,7 @@ class GpuPlan:
         self.check(call.index, call.first)
         if choice.engine == "kernel":
             src, dst = self._sides(call.index, call.chunks, call.bits)
-            self.kernel.enqueue(state, operation, src, dst, call.first, call.count, link=call.link)
+            self.kernel.enqueue(state, operation, src, dst, call.first, call.count, link=call.link, told=call.on_error)
         elif choice.engine == "copy":
             src, dst = self._sides(call.index, call.host_chunks)
             found = self._described(src, dst, call.first, call.count, apart=(self._bases,), edges=call.edges)
@@ -327,7 +341,8 @@ class GpuPlan:
         try:
             return self._bound[key]
         except KeyError:
-            pass
+            if not self._came_before(key):
+                return None
         chunks = len(call.chunks)
         tables: tuple[U64 | int, U64 | int] = (self._bases, chunks) if self.store else (chunks, self._bases)
         launch = self.kernel.bind(
@@ -356,9 +371,19 @@ class GpuPlan:
         try:
             return self._bound[key]
         except KeyError:
-            pass
+            if not self._came_before(key):
+                return None
         bound = staged.bind(state, ring, self.id_check, len(places), bits, joined)
         return bound if bound is None else self._keep_bound(key, bound)  # None: its slots were not used yet
+
+    def _came_before(self, key: tuple[object, ...]) -> bool:
+        """Whether a call of a kind came before: the first takes less time without a program."""
+        if key in self._seen:
+            return True
+        if len(self._seen) >= _MOST_BOUND:
+            self._seen.clear()
+        self._seen.add(key)
+        return False
 
     def _keep_bound(self, key: tuple[object, ...], bound: BoundCall | None) -> BoundCall | None:
         if len(self._bound) >= _MOST_BOUND:
@@ -383,17 +408,20 @@ class GpuPlan:
         return self._staged, ring
 
     def _enqueue_staged(self, state: DeviceState, operation: Operation, call: GpuCall) -> None:
+        told = None if call.on_error is None else once(call.on_error)
         chunk, chunks = self._whole_chunks(call)
         end = call.first + call.count
         if chunks:
             staged, ring = self._stage(state)
-            staged.enqueue(state, ring, operation, call.index, call.host_chunks, call.chunks, chunk, chunks, call.edges)
+            staged.enqueue(
+                state, ring, operation, call.index, call.host_chunks, call.chunks, chunk, chunks, call.edges, told
+            )
         # What is not a whole chunk: the ends, by the kernel, straight to or from the chunks.
         inner = (chunk * self._per_chunk, (chunk + chunks) * self._per_chunk) if chunks else (end, end)
         src, dst = self._sides(call.index, call.chunks)
         for begin, stop in ((call.first, inner[0]), (inner[1], end)):
             if stop > begin:
-                self.kernel.enqueue(state, operation, src, dst, begin, stop - begin, link=call.link)
+                self.kernel.enqueue(state, operation, src, dst, begin, stop - begin, link=call.link, told=told)
 
 
 def _run(operation: Operation, bound: BoundCall, ids: I64, seen: U64, places: U64) -> bool:

@@ -81,6 +81,7 @@ class Launch:
         "_board",
         "_ctas",
         "_handle",
+        "_kernel",
         "_lock",
         "_params",
         "_state",
@@ -112,9 +113,14 @@ class Launch:
         self._addresses = tuple(fields[name][1] // 8 for name in addresses)
         self._status = fields["status"][1] // 8
         self._lock = fork.lock()
+        self._kernel = kernel
         with DeviceScope(device):
-            self._state: DeviceState = device_state(device)
-            self._handle = kernel.handle()
+            self._bind()
+
+    def _bind(self) -> None:
+        """Take the kernel and the state of the current context."""
+        self._state: DeviceState = device_state(self.device)
+        self._handle = self._kernel.handle()
         self._board = self._state.board
 
     def found(self, where: int, value: int, origin: int) -> Exception:
@@ -164,6 +170,8 @@ class Launch:
         if owner.context_device() != self.device:
             with DeviceScope(self.device):
                 return self.start(stream, tensors, captured, refs, after, enqueued, values)
+        if self._state.lost:
+            self._bind()
         books, board = self._state.books, self._board
         operation = books.begin(stream, captured=True) if captured else books.begin(stream)
         try:

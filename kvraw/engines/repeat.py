@@ -62,19 +62,26 @@ class RepeatedCalls:
     def __init__(self, gpu: GpuPlan, device: int, nbytes: int, per_chunk: int, distinct: bool) -> None:
         self._gpu, self._device, self._nbytes, self._per_chunk = gpu, device, nbytes, per_chunk
         self._distinct = distinct
-        self._kinds: dict[tuple[int, int], _Kind] = {}
+        self._kinds: dict[tuple[int, int, int], _Kind] = {}
+        self._joins: set[tuple[int, int]] = set()  # ids and chunks of calls whose engine depends on joined ids
 
     def learn(self, state: DeviceState, pool: HostPool, call: GpuCall) -> None:
         """Keep what a call that was enqueued by its bound program found out, for those of its kind."""
-        choice = self._gpu.settled_choice(call)
-        if choice is None or call.first:
+        if call.first or call.index.host is None:
             return
+        choice, joined, size = self._gpu.settled_choice(call), 0, (call.count, len(call.chunks))
+        if choice is None:
+            joined = self._gpu.joined_items(call.index.host)
+            choice = self._gpu.settled_choice(call, joined)
+            if choice is None:
+                return
+            self._joins.add(size)
         kernel = self._gpu.bound_kernel(state, call) if choice.engine == "kernel" else None
         if len(self._kinds) >= _MOST:
             self._kinds.clear()
-        self._kinds[call.count, len(call.chunks)] = _Kind(
-            state, weakref.ref(pool), pool.device_shift, call.bits, choice, kernel
-        )
+            self._joins.clear()
+        key = (*size, joined)
+        self._kinds[key] = _Kind(state, weakref.ref(pool), pool.device_shift, call.bits, choice, kernel)
 
     def __call__(self, chunks: Sequence[Any], ids: Any, stream: Any, cache: object) -> tuple[Completion, Choice] | None:
         """Enqueue a call and keep what it uses; None where it must go the general way.
@@ -93,7 +100,8 @@ class RepeatedCalls:
         except (AttributeError, IndexError):
             return None
         kind, count = kinds[0], len(kinds)
-        known = self._kinds.get((len(ids), count))
+        size = len(ids), count
+        known = self._kinds.get((*size, self._gpu.joined_items(ids) if size in self._joins else 0))
         if (
             known is None
             or known.pool() is not pool

@@ -6,7 +6,7 @@ Large copies by the copy engine move the slots, while the kernel works on the ne
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -227,12 +227,14 @@ class StagedPlan:
         first_chunk: int,
         chunks: int,
         edges: tuple[int, ...],
+        told: Callable[[Exception], None] | None = None,
     ) -> None:
         """Enqueue whole chunks `first_chunk` to `first_chunk + chunks`.
 
         The operation's stream waits for all of it. Where the kernel is to check indices on the device, a store
         clears the slots first: what belongs to a bad index becomes zeros. `addresses` are the chunks' as the host
-        sees them, `seen` as the device does, and no copy spans one of `edges`. The device's context is current.
+        sees them, `seen` as the device does, and no copy spans one of `edges`. Where nobody waits for the operation,
+        `told` receives what kernels find. The device's context is current.
         """
         stream, copies, packs = operation.stream, ring.copies.handle, ring.packs.handle
         writer, reader = (packs, copies) if self._store else (copies, stream)
@@ -247,7 +249,7 @@ class StagedPlan:
             if lead is not None:
                 straight = seen[lead.chunk : lead.chunk + lead.chunks]
                 row = Operands(straight + np.uint64((lead.piece.offset + lead.piece.base) % 2**64))
-                self._kernel(state, operation, lead, row, index, stream, link=True)
+                self._kernel(state, operation, lead, row, index, stream, link=True, told=told)
             slot = None
             places = addresses.tolist()
             plain = not spans(min(places), max(places) + self._chunk_bytes, edges)
@@ -260,7 +262,8 @@ class StagedPlan:
                 for pack in (True, False) if self._store else (False, True):
                     if pack:
                         row = self._row(slot.address, many, piece.base)
-                        self._kernel(state, operation, step, row, index, packs if self._store else stream, link=False)
+                        on = packs if self._store else stream
+                        self._kernel(state, operation, step, row, index, on, link=False, told=told)
                     else:
                         self._move(piece, slot.address, places[chunk : chunk + many], None if plain else edges, copies)
                     if pack is self._store:
@@ -337,6 +340,7 @@ class StagedPlan:
         stream: int,
         *,
         link: bool,
+        told: Callable[[Exception], None] | None,
     ) -> None:
         """Enqueue the copy of a step between the cache and the row of its chunks."""
         piece, chunk, chunks = step
@@ -349,7 +353,9 @@ class StagedPlan:
         src, dst = (paged, row) if self._store else (row, paged)
         if chunks == 1:
             count = piece.count
-        piece.kernel.enqueue(state, operation, src, dst, piece.first, count, link=link, stream=stream, origin=begin)
+        piece.kernel.enqueue(
+            state, operation, src, dst, piece.first, count, link=link, stream=stream, origin=begin, told=told
+        )
 
     def _move(self, piece: _Slice, slot: int, addresses: list[int], edges: tuple[int, ...] | None, stream: int) -> None:
         """Enqueue the large copies of one slot, neighbours as one; `edges` None: nothing is to be cut."""

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from kvraw.engines.cpu_floats import narrow, widen
-from kvraw.engines.cpu_kernels import jit
+from kvraw.runtime.jit import jit
 
 __all__ = ["rerotate"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol
@@ -17,6 +19,7 @@ __all__ = [
     "FreshScope",
     "Tied",
     "active_device",
+    "at_reset",
     "current_device",
     "device_if_active",
     "device_to_pin",
@@ -25,6 +28,7 @@ __all__ = [
     "look_for_reset",
     "require_device",
     "reset_error",
+    "resets",
     "tie",
 ]
 
@@ -37,6 +41,7 @@ _primary: weakref.WeakKeyDictionary[CudaDriver, dict[int, int]] = weakref.WeakKe
 _marks: weakref.WeakKeyDictionary[CudaDriver, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
 _resets: dict[int, int] = {}  # how often a device's context was found to be reset
 _tied: weakref.WeakSet[Tied] = weakref.WeakSet()
+_callbacks: list[Callable[[], object]] = []
 _GONE = (201, 400, 709)  # CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED
 
 
@@ -51,6 +56,16 @@ def tie(made: Tied) -> None:
     """Have something learn that its device's context was reset."""
     with _lock:
         _tied.add(made)
+
+
+def at_reset(callback: Callable[[], object]) -> None:
+    """Call this where a device's context was reset: what tables keep of addresses and memory is wrong then."""
+    _callbacks.append(callback)
+
+
+def resets(device: int) -> int:
+    """How often the device's context was found to be reset; looks for no new one."""
+    return _resets.get(device, 0)
 
 
 def generation(device: int) -> int:
@@ -93,6 +108,8 @@ def _lose(d: CudaDriver, device: int, mark: tuple[int, int] | None) -> None:
     for one in sorted(tied, key=lambda one: not hasattr(one, "device")):
         if getattr(one, "device", device) == device:
             one.context_lost()
+    for callback in _callbacks:
+        callback()
 
 
 def current_device() -> int | None:
@@ -235,3 +252,6 @@ class DeviceScope:
         if self._pushed:
             self._pushed = False
             driver().context_pop()
+        if isinstance(error, DriverError) and error.code in _GONE:
+            with contextlib.suppress(DriverError):
+                look_for_reset(self._device)  # this call met it as the first, the next one finds all made anew

@@ -1,62 +1,50 @@
-"""How numba compiles here: lazily, and kept on disk where a disk can be had. Imported on first use only."""
+"""How numba compiles here: at first use, and kept on disk where there is a place for it. Imported on first use only."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache
+import numpy as np
+from numba.core.compiler_lock import global_compiler_lock
+from numba.extending import intrinsic
 
-__all__ = ["jit", "unsaved"]
+from kvraw.runtime import fork
+from kvraw.runtime.jit_cache import KernelCache
 
-_log = logging.getLogger("kvraw")
-unsaved: list[OSError] = []  # why compiled functions could not be kept
+__all__ = ["COMPILED", "jit", "primitive"]
 
-
-class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """Compiled functions on disk; a disk that is full, or broken, costs time and not the call."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._constants = tuple(_constants(function))
-
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # By itself numba looks at the function's own file: constants from others would stay as they were compiled.
-        return super()._index_key(sig, codegen), self._constants
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except (OSError, EOFError):
-            return None
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except OSError as error:
-            if not unsaved:
-                _log.warning("compiled functions cannot be kept in %s: %s", self.cache_path, error)
-            unsaved.append(error.with_traceback(None))
+COMPILED = not numba.config.DISABLE_JIT
+fork.wait_for(global_compiler_lock._lock)  # kernels are compiled at their first calls
 
 
-def _constants(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
-    """The integers that a function, and those that it calls, find in their modules."""
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, int):
-            yield name, value
-        elif (inner := getattr(value, "py_func", None)) is not None:
-            yield from _constants(inner)
+def primitive(plain: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate an intrinsic; `plain` does the same where kernels are not compiled."""
+    return intrinsic if COMPILED else lambda _: plain
 
 
-def jit(function: Callable[..., Any], *, nogil: bool = True) -> Any:
-    """Compile on first use; cached on disk where the package or the home directory can hold a cache."""
-    compiled = numba.njit(nogil=nogil, error_model="numpy")(function)
-    try:
-        compiled._cache = _Cache(function)  # what `cache=True` does, with numba's own
-    except (AttributeError, RuntimeError, OSError):
-        # Numba is disabled, or "no locator available": read-only package and no usable home directory.
-        return compiled
+def jit(function: Callable[..., Any], *, nogil: bool = True, error_model: str = "python") -> Any:
+    """Compile a function at the top of a module; under NUMBA_DISABLE_JIT it runs as it is.
+
+    Parameters
+    ----------
+    function : callable
+        What to compile.
+    nogil : bool
+        Whether it gives the GIL away.
+    error_model : str
+        "numpy" where a division by zero is not to raise.
+    """
+    if not COMPILED:
+
+        @functools.wraps(function)
+        def quiet(*args: Any) -> Any:
+            with np.errstate(all="ignore"):
+                return function(*args)
+
+        return quiet
+    compiled = numba.njit(nogil=nogil, error_model=error_model)(function)
+    compiled._cache = KernelCache(function, (nogil, error_model))  # what `cache=True` does, with numba's own
     return compiled

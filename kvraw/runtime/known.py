@@ -47,5 +47,7 @@ def ends_within(d: CudaDriver, ranges: Iterable[tuple[int, int]]) -> set[int]:
             if not at < inside.stop < end:
                 break
             at = inside.stop
+            if info.kind != "host" and d.pointer_info(at) is None:
+                break  # over the end of device memory: the driver takes the rest for host memory, and faults there
             out.add(at)
     return out

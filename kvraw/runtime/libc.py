@@ -11,7 +11,7 @@ import mmap
 import os
 import platform
 
-__all__ = ["advise", "bind", "map_anonymous", "map_file", "unmap"]
+__all__ = ["advise", "bind", "map_anonymous", "map_file", "mapped", "unmap"]
 
 PAGE = mmap.PAGESIZE
 DONTFORK, DOFORK, HUGEPAGE, POPULATE_WRITE = 10, 11, 14, 23  # advice; the last from Linux 5.14 on
@@ -19,6 +19,7 @@ DONTFORK, DOFORK, HUGEPAGE, POPULATE_WRITE = 10, 11, 14, 23  # advice; the last 
 _PRIVATE, _SHARED, _ANONYMOUS, _HUGETLB = 0x02, 0x01, 0x20, 0x40000
 _HUGE_SHIFT = 26  # where MAP_HUGETLB takes the base-2 logarithm of the page size
 _READ_WRITE = 3
+_ASYNC = 1  # MS_ASYNC
 _MBIND = {"x86_64": 237, "aarch64": 235}  # libc does not wrap it
 _MPOL_BIND = 2
 
@@ -26,6 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.syscall.restype = ctypes.c_long
 
@@ -75,6 +77,13 @@ def unmap(address: int, nbytes: int) -> None:
     """Give a mapping back."""
     if _libc.munmap(address, nbytes):
         raise _failed("munmap", ctypes.get_errno())
+
+
+def mapped(address: int, nbytes: int) -> bool:
+    """Whether all pages of a range are mapped in this process, backed or not; True where the kernel does not tell."""
+    start = address // PAGE * PAGE
+    # On Linux an asynchronous msync does nothing but walk the mappings.
+    return not _libc.msync(start, address + nbytes - start, _ASYNC) or ctypes.get_errno() != errno.ENOMEM
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvraw.errors import BoundsError, DriverError, PlacementError
-from kvraw.runtime.context import DeviceScope, FreshScope, active_device, tie
+from kvraw.runtime.context import DeviceScope, FreshScope, active_device, at_reset, tie
 from kvraw.runtime.driver import CudaDriver, driver, driver_here, driver_if
 from kvraw.runtime.owner import Owner
 from kvraw.runtime.register import Registration as Registration
@@ -64,6 +64,7 @@ class _Allocation(NamedTuple):
 
 _MOST_KNOWN = 4096
 _known: weakref.WeakKeyDictionary[CudaDriver, dict[int, _Allocation]] = weakref.WeakKeyDictionary()
+at_reset(_known.clear)
 
 
 def _allocation(d: CudaDriver, address: int) -> _Allocation | None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvraw.checks import Uncopied, integer
-from kvraw.errors import BoundsError, ClosedError, HostMemoryError
+from kvraw.errors import BoundsError, ClosedError, ForkError, HostMemoryError
 from kvraw.runtime.buffer import HostBuffer
 from kvraw.runtime.host_map import HostMemory, HostOptions
 from kvraw.runtime.inflight import Completion, Operation
@@ -148,6 +148,7 @@ class HostPool(HostBuffer):
         self._freeing: tuple[HostChunk, int, _Wait] | None = None  # a free that has begun
         self._torn, self._repairs = False, 0  # something did not come to its end
         self.version = 0
+        self._copied = False  # the books are a copy of those of a parent process, the memory is the same
         self._allocations = self._failures = self._peak = 0
         self._start_offset = -memory.address % self.ALIGNMENT  # of borrowed memory
         super()._adopt(memory, target, options)
@@ -155,6 +156,10 @@ class HostPool(HostBuffer):
     @property
     def _noun(self) -> str:
         return "pool"
+
+    def _in_child(self) -> None:
+        super()._in_child()
+        self._copied |= self._memory.segment is not None
 
     def _extend(self, ready: int) -> None:
         start = max(self._ready, self._start_offset)
@@ -258,6 +263,11 @@ class HostPool(HostBuffer):
     def _hand_out(self, count: int, nbytes: int, size: Size, deadline: float) -> list[HostChunk] | None:
         """The chunks; None where they may be there later."""
         self.require_open()
+        if self._copied:
+            raise ForkError(
+                "the pool lies in shared memory and is handed out by a parent process, which would hand out the same; "
+                "chunks from before the fork can be used, new ones are to come from a pool of this process"
+            )
         if self._torn:
             self._repair()
         offsets = self._take(count, size)

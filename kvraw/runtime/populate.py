@@ -9,7 +9,7 @@ import numpy as np
 
 from kvraw import config
 from kvraw.errors import HostMemoryError
-from kvraw.runtime import libc
+from kvraw.runtime import fork, libc
 from kvraw.runtime.cgroup import usable_cores
 
 __all__ = ["Populator", "interpreter_ends", "populate_threads", "touch"]
@@ -51,7 +51,7 @@ class Populator:
         self._address, self._fresh, self._owner = address, fresh, owner
         self._starts = range(0, nbytes, PIECE)
         self._nbytes = nbytes
-        self._changed = threading.Condition()
+        self._changed = fork.condition()
         self._next = 0
         self._done = bytearray(len(self._starts))
         self._reached = 0  # pieces from the beginning that are all done

@@ -208,7 +208,7 @@ def _check_source(row: Any) -> Any:
     return 0, 0
 
 
-_check = jit(_check_source)
+_check = jit(_check_source, error_model="numpy")
 
 
 def _run_source(header: Any, ids: Any) -> Any:
@@ -298,6 +298,6 @@ def _run_source(header: Any, ids: Any) -> Any:
 
 def entry_point() -> Callable[[int, np.ndarray], int]:
     """Compile the runner, or load it from the disk's cache; it takes a header's address and int64 ids without gaps."""
-    compiled = jit(_run_source, nogil=False)
+    compiled = jit(_run_source, nogil=False, error_model="numpy")
     entry: Callable[[int, np.ndarray], int] = compiled.compile((types.int64, types.Array(types.int64, 1, "C")))
     return entry

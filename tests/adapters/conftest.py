@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvraw.adapters import found
-from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _place, _planned, _utilities
+from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _planned, _utilities
 from tests.conftest import DEVICE
 from tests.helpers.torch_like import TorchLike
 
@@ -27,7 +27,7 @@ def place(request: pytest.FixtureRequest) -> int | None:
 def forgetful() -> Iterator[None]:
     """What the adapters keep between calls is of one driver: forget it around each test."""
     known = (module._known for module in (_memo, _paged, _groups, _blend_groups, _utilities))
-    kept = (*known, _planned._bits, _place._watched, _place._captured, _pageable._free)
+    kept = (*known, _planned._bits, _pageable._free)
 
     def forget() -> None:
         for one in (*kept, *found._found.values()):

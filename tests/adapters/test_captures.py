@@ -127,7 +127,6 @@ def test_what_replays_met_is_raised_later(fake: FakeDriver, w: TorchLike) -> Non
     for _ in range(12):
         call(world, ids, ops.D2H)
     call(world, [0], ops.D2H)
-    assert len(_place._captured[0]) == 12
     fake.capture(w.stream.handle, False)
     w.synchronize()  # the emulator's capture runs at once: a replay
     for _ in range(12):
@@ -135,7 +134,6 @@ def test_what_replays_met_is_raised_later(fake: FakeDriver, w: TorchLike) -> Non
             call(world, [0], ops.D2H)
     for _ in range(4):
         call(world, [0], ops.D2H)
-    assert len(_place._captured[0]) == 12  # the graph may replay again
     w.synchronize()
     world.close()
 

@@ -60,7 +60,7 @@ def test_copies_wait_for_what_uses_their_slots(seed: int, halves: int) -> None:
     finally:
         for one in (_memo, _paged, _blend_groups):
             one._known.clear()
-        for queue in (_planned._bits, _place._watched, _place._captured, *found._found.values()):
+        for queue in (_planned._bits, *found._found.values()):
             queue.clear()
         driver_module.install(before)
 

@@ -9,7 +9,8 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters.lmcache import _blocks, _memo, _paged, _place
+from kvraw.adapters import found
+from kvraw.adapters.lmcache import _blocks, _memo, _paged
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.adapters.test_lmcache_blocks import TOKENS, World, call
@@ -99,7 +100,7 @@ def test_a_bad_id_of_a_call_that_waits_is_raised_once(device: int) -> None:
     with pytest.raises(kvraw.BoundsError, match=r"block_ids\[1\] is 9, must be in \[0, 7\)"):
         call(w, ids, ops.D2H)
     w.check()
-    assert not _place._watched.get(device)
+    assert not found._found[device]
     quiet(w)
     w.close()
 
@@ -120,7 +121,7 @@ def test_a_bad_slot_of_a_call_that_waits_is_raised_once(device: int) -> None:
     with pytest.raises(kvraw.BoundsError, match=r"slot_mapping\[1\] is 99, must be in \[0, 14\)"):
         move(slots)
     rows.check()
-    assert not _place._watched.get(device)
+    assert not found._found[device]
     move(np.array([-1, -1, -1]))
     rows.check()
     w.close()

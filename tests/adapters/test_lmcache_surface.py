@@ -74,7 +74,8 @@ FUNCTIONS = {
     "block_ids_base block_ids_capacity",
     "CBGroupSpec": "paged_kv_ptrs temp_buffer_ptrs num_layers slot_tokens hidden_elems element_size engine_kv_format "
     "page_buffer_size block_size head_size slot_mapping_base slot_mapping_capacity cos_sin_cache rot_dim "
-    "rope_num_kv_heads rope_head_stride key_scalar_type is_neox rope_base_offset=0",
+    "rope_num_kv_heads rope_head_stride key_scalar_type is_neox rope_base_offset=0 block_stride_elems=0 "
+    "cache_scalar_type=-1",
     "DirectCopyGroupSpec": "paged_layer_ptrs shape_desc engine_kv_format slots_per_chunk byte_offset_in_object "
     "block_ids",
     "DirectCopyObject": "host_ptr host_offset nbytes chunk_idx skip_prefix_n_blocks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -240,3 +241,24 @@ def test_memory_of_our_own_is_not_taken_for_theirs(fake: FakeDriver, monkeypatch
         kvraw.HostPool(1 << 20, device=0)
     with DeviceScope(0):
         fake.host_unregister(address)
+
+
+@pytest.mark.parametrize("side", ["dst", "src"])
+def test_a_refused_batch_over_the_end_is_not_tried_again_in_pieces(device: int, side: str) -> None:
+    """What lies behind device memory would be taken for host memory by the driver, which faults there."""
+    w = World(device)
+    with ExitStack() as stack:
+        buffers = [stack.enter_context(kvraw.DeviceBuffer(4 << 20, device)) for _ in range(8)]
+        buffers.sort(key=lambda one: one.address)
+        for one in buffers[1::2]:  # nothing lies behind the others then
+            one.close()
+        memory = next(one for one in buffers[::2] if locate(one.address + one.nbytes, 1).device_address == 0)
+        end = memory.address + memory.nbytes
+        args = {"dst": [w.chunks[0].address] * 2, "src": [w.chunks[1].address] * 2}
+        args[side] = [memory.address, end - 32]
+        with pytest.raises(kvraw.DriverError) as caught:
+            kvraw.memcpy_batch(args["dst"], args["src"], [64, 64], stream=w.stream)
+        assert caught.value.index == 1
+        if isinstance(driver(), FakeDriver):
+            assert driver().calls["memcpy_batch_async"] == 1
+    w.close()

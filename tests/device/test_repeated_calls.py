@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import kvraw
+from kvraw.engines import gpu
+from kvraw.engines.planner import Profile
 from kvraw.engines.repeat import RepeatedCalls
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.program import Program
@@ -119,15 +121,17 @@ def test_chunks_that_are_gone(world: World, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_chunk_in_use_is_not_handed_out(fake: FakeDriver, engine: str) -> None:
+def test_a_chunk_in_use_is_not_handed_out(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     world = World(0)
     ids = settle(world, engine)
-    kvraw.store(world.cache, world.chunks[:2], ids, stream=world.stream, engine=engine)  # nothing is done yet
+    kvraw.store(world.cache, world.chunks[:2], ids, stream=world.stream, engine=engine)
     assert repeated()
+    monkeypatch.setattr(FakeDriver, "event_done", lambda *_: False)
     address, size = world.chunks[1].address, world.chunks[1].nbytes
     world.pool.free([world.chunks[1]])
     (other,) = world.pool.chunks(1, size)
     assert other.address != address
+    monkeypatch.undo()
     world.stream.synchronize()
     world.close()
 
@@ -188,4 +192,27 @@ def test_functions_of_a_later_call(fake: FakeDriver, monkeypatch: pytest.MonkeyP
     assert "__call__" in names
     assert len(names) <= most, names
     world.stream.synchronize()
+    world.close()
+
+
+def test_auto_asks_how_many_ids_follow_each_other(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the copy engine would be the fastest for ids that do, it is not taken for those that do not."""
+    curves = {
+        f"{engine} {way}": ((256, a), (1024, b))
+        for engine, a, b in (("kernel", 2.0, 2.0), ("copy", 1.0, 50.0), ("staged", 1.5, 1.5))
+        for way in ("store", "load")
+    }
+    profile = Profile("a test", curves, {"kernel": 1.0, "copy": 1.0, "staged": 1.0})
+    monkeypatch.setattr(gpu, "profile_for", lambda _: profile)
+    world = World(0)
+    apart, joined = np.arange(0, 16, 2, dtype=np.int64), np.arange(8, dtype=np.int64)
+    engines = []
+    for ids in (apart, apart, apart, joined, apart, joined, apart[::-1].copy()):
+        done = kvraw.store(world.cache, world.chunks[:2], ids, stream=world.stream)
+        done.wait()
+        engines.append((done.engine, repeated()))
+        want = world.paged[:, :, ids[:4]].transpose(1, 0, 2, 3, 4, 5)
+        np.testing.assert_array_equal(world.chunk(0), want)
+    names = ["kernel", "kernel", "kernel", "copy", "kernel", "copy", "kernel"]
+    assert engines == list(zip(names, [False, False, True, False, True, False, True], strict=True))
     world.close()

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 
 import kvraw
+from kvraw import codec
+from kvraw.adapters import sglang_direct, sglang_kernel, tensors
+from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _place, _planned, _utilities
+from kvraw.codec import arena
+from kvraw.engines.device_state import device_state
+from kvraw.runtime import memory
 from kvraw.runtime.context import DeviceScope
+from tests.device.test_launches import TorchLike
 from tests.emulator.fake_driver import FakeDriver
+from tests.helpers import coder_oracle as oracle
+from tests.helpers.codec_cases import Place
 from tests.helpers.world import World
 
 IDS = np.arange(20)
@@ -106,3 +115,78 @@ def test_work_on_the_host_does_not_meet_a_dead_gpu(fake: FakeDriver) -> None:
         finally:
             fake.sticky = ""
     w.close()
+
+
+def test_pools_of_pages(fake: FakeDriver) -> None:
+    w = World(0)
+    pool = kvraw.HostKVPool.like(w.cache, 32, layout="page_first")
+    slots = pool.alloc(8)
+    pool.backup(w.cache, np.arange(8), slots, stream=w.stream).wait()
+    kept = pool.numpy().copy()
+    fake.reset(0)
+    v = World(0)
+    with pytest.raises(kvraw.ClosedError, match="the cache is gone: the context of device 0 was reset"):
+        pool.load(w.cache, slots, np.arange(8), stream=v.stream)
+    np.testing.assert_array_equal(pool.numpy(), kept)
+    pool.load(v.cache, slots, np.arange(8), stream=v.stream).wait()
+    np.testing.assert_array_equal(v.now()[:, :, :2], w.paged[:, :, :2])
+    pool.close()
+    v.close()
+    w.pool.close(1.0)
+
+
+@pytest.mark.parametrize("met_by", ["another call", "this call"])
+def test_launches_that_were_made_ready(fake: FakeDriver, met_by: str) -> None:
+    """They are kept by the tensors' shapes, which come again; so does the memory that calls work in."""
+    values = np.random.default_rng(0).integers(0, 16, (2, 30, 40)).astype(np.uint8)
+    for again in (False, True):
+        if again and met_by == "another call":
+            kvraw.Stream(0).close()
+        place = None
+        for _ in range(1 + again):
+            try:
+                place = Place(0)
+                symbols, cdf = TorchLike(place, values), TorchLike(place, np.zeros((2, 40, 17), np.uint16))
+                codec.write_cdf(symbols, cdf, stream=place.stream).wait()
+                codec.encode(symbols, 16, stream=place.stream)
+                break
+            except kvraw.DriverError:
+                assert again
+        assert place is not None
+        np.testing.assert_array_equal(cdf.array.fetch(), oracle.cdf(values, 16))
+        if not again:
+            fake.reset(0)
+    place.close()
+
+
+def test_the_context_that_was_made_anew_is_current(fake: FakeDriver) -> None:
+    """Then no call of ours fails for the old one; the first to use an event of it does."""
+    w = World(0)
+    store(w)
+    with DeviceScope(0):
+        state = device_state(0)
+    fake.reset(0)
+    fake.context_push(fake.primary_retain(0))
+    with pytest.raises(kvraw.KvrawError), DeviceScope(0):
+        fake.event_record(state.books.take_event(), 0)
+    assert state.lost
+    with DeviceScope(0):
+        assert device_state(0) is not state
+    fake.context_pop()
+    v = World(0)
+    store(v)
+    v.close()
+    w.pool.close(1.0)
+
+
+def test_what_adapters_keep_is_forgotten(fake: FakeDriver) -> None:
+    tables = [m._known for m in (_memo, _paged, _groups, _blend_groups, _utilities, sglang_kernel)]
+    tables += [_planned._bits, _place._captured, _pageable._free, tensors._tables]
+    tables += [sglang_direct._by_value, sglang_direct._by_identity, memory._known, arena._free]
+    key = fake
+    for one in tables:
+        one[key] = {}  # type: ignore[index]
+    World(0)
+    fake.reset(0)
+    kvraw.Stream(0).close()
+    assert [one for one in tables if one.get(key) == {}] == []  # type: ignore[call-overload]

@@ -141,7 +141,7 @@ def test_kernels_are_cached_where_possible(tmp_path: Path) -> None:
 NOT_COMPILED = f"""{ROUND_TRIP}
 import hashlib
 from kvraw import codec
-from kvraw.engines.cpu_kernels import COMPILED
+from kvraw.runtime.jit import COMPILED
 from kvraw.rope import rerotate_keys
 
 kvraw.warm_up()

@@ -37,7 +37,6 @@ ALLOWED = {
 }
 # Imported on first use of the CPU engine only.
 NUMBA = (
-    "kvraw.engines.cpu_cache",
     "kvraw.engines.cpu_kernels",
     "kvraw.engines.cpu_floats",
     "kvraw.engines.descriptors_numba",
@@ -46,6 +45,7 @@ NUMBA = (
     "kvraw.codec.quantize_kernels",
     "kvraw.rope.cpu_kernels",
     "kvraw.runtime.jit",
+    "kvraw.runtime.jit_cache",
     "kvraw.runtime.program_numba",
 )
 # Who may import these; everybody else may not.

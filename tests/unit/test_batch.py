@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -87,7 +91,9 @@ def test_nothing_is_a_no_op() -> None:
     kvraw.memcpy_batch([0, 5], [0, 5], [0, 0]).wait()
 
 
-NOWHERE = st.one_of(st.integers(0, 4095), st.integers(2**63, 2**64 - 1), st.sampled_from([2**63 - 1, 2**64 - 64]))
+NOWHERE = st.one_of(
+    st.integers(0, 4095), st.integers(2**63, 2**64 - 1), st.sampled_from([2**63 - 1, 2**64 - 64, TOP, TOP + 4096])
+)
 
 
 @given(st.integers(0, 5), st.integers(0, 5), st.sampled_from(["dst", "src", "sizes"]), NOWHERE, st.booleans())
@@ -98,7 +104,7 @@ def test_what_no_process_has_is_named_by_the_callers_entry(
     """Such as sizes of 2**63 and more; entries of no bytes, ahead of it, count."""
     a = np.zeros(64, np.uint8)
     at = int(a.ctypes.data)
-    if side == "sizes" and bad < 2**63 - 1:
+    if side == "sizes" and bad < TOP:
         bad = 2**64 - 1 - bad
     args = {name: [at] * (before + 1 + behind) for name in ("dst", "src")}
     args["sizes"] = [0] * before + [64] + [0] * behind
@@ -109,7 +115,7 @@ def test_what_no_process_has_is_named_by_the_callers_entry(
         kvraw.memcpy_batch(*given_)
 
 
-@pytest.mark.parametrize("bad", [8, 4095, 2**63 - 64, 2**63, 2**64 - 4096])
+@pytest.mark.parametrize("bad", [8, 4095, TOP - 64, TOP, 2**63 - 64, 2**63, 2**64 - 4096])
 def test_caches_and_chunks_that_no_process_has(bad: int) -> None:
     a = np.zeros(4096, np.uint8)
     at, g = int(a.ctypes.data), kvraw.Geometry(1, 2, 4, 2, 16, 2)
@@ -124,3 +130,36 @@ def test_caches_and_chunks_that_no_process_has(bad: int) -> None:
         kvraw.PreparedCopy(plan, device=None)([at], [bad], 1, src_index=[0])
     with pytest.raises(kvraw.BoundsError, match="address is 0x"):
         kvraw.HostPool.from_pointer(bad, 4096)
+
+
+def test_addresses_end_where_those_of_this_machine_do() -> None:
+    """The highest mapping lies below it; nothing can be mapped there, whoever asks for it."""
+    ends = [int(line.split()[0].split("-")[1], 16) for line in Path("/proc/self/maps").read_text().splitlines()]
+    assert max(end for end in ends if end < 1 << 63) <= TOP
+    assert TOP & (TOP - 1) == 0
+    if TOP == 1 << 47:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        fixed = 0x100000 | 0x22  # MAP_FIXED_NOREPLACE | MAP_PRIVATE | MAP_ANONYMOUS
+        for bit in range(47, 63):
+            assert libc.mmap(1 << bit, 4096, 0, fixed, -1, 0) == 2**64 - 1
+
+
+@pytest.mark.parametrize("blocks", [3, 1 << 20, 1 << 40])
+def test_a_geometry_of_more_than_is_mapped(blocks: int) -> None:
+    """The counts are the caller's; that no memory is there, the kernel of the system knows."""
+    nbytes = 2 * 2 * 4 * 2 * 16 * 2
+    memory, page = mmap.mmap(-1, 3 * mmap.PAGESIZE), mmap.PAGESIZE
+    at = int(np.frombuffer(memory, np.uint8).ctypes.data)
+    libc = ctypes.CDLL(None)
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    assert not libc.munmap(at + 2 * page, page)
+    start = at + 2 * page - nbytes
+    kvraw.PagedCache.from_pointers([start], 1, kvraw.Geometry(1, 2, 4, 2, 16, 2))
+    with pytest.raises(kvraw.BoundsError, match=r"pointers\[0\] is 0x\w+"):
+        kvraw.PagedCache.from_pointers([start], 1, kvraw.Geometry(1, blocks, 4, 2, 16, 2))
+    # What was unmapped above is mapped again, so that the end of the object takes nobody else's memory.
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    assert libc.mmap(at + 2 * page, page, 3, 0x100000 | 0x22, -1, 0) == at + 2 * page

@@ -159,3 +159,19 @@ def test_many_layers_differ() -> None:
     a = FakeView(64, (5, 6, 4, 8), (384, 64, 16, 2), 2)
     with pytest.raises(LayoutError, match=r"tensors\[1\] .* differs from tensors\[0\]"):
         discover([a, FakeView(6400, (5, 6, 4, 8), (768, 64, 16, 2), 2)], axes="BTHD")
+
+
+@pytest.mark.parametrize("hints", [{"axes": "PBTHD"}, {"kv_layout": "NHD", "block_size": 4, "num_heads": 2}])
+@pytest.mark.parametrize(
+    ("strides", "why"),
+    [
+        ((2048, 0, 64, 32, 2), "an expanded axis"),
+        ((0, 256, 64, 32, 2), "an expanded"),
+        ((2048, 64, 64, 32, 2), "axes over"),
+    ],
+)
+def test_elements_that_share_memory(hints: dict[str, Any], strides: tuple[int, ...], why: str) -> None:
+    """A load would write one block over another."""
+    tensor = np.lib.stride_tricks.as_strided(np.zeros(4096, np.int16), (2, 8, 4, 2, 16), strides)
+    with pytest.raises(kvraw.LayoutError, match=why):
+        kvraw.PagedCache.from_tensors([tensor], **hints)

@@ -206,3 +206,27 @@ def test_numpy_views_survive(monkeypatch: pytest.MonkeyPatch) -> None:
         (chunk,) = pool.chunks(1, 4096)
         chunk.numpy()[:] = 3
         assert in_child(lambda: (np.asarray(chunk.numpy()) == 3).all()) == 0
+
+
+def test_a_pool_in_shared_memory_is_handed_out_by_its_maker() -> None:
+    with kvraw.HostPool(1 << 16, pin=False, options=kvraw.HostOptions(kind="shared")) as pool:
+        (chunk,) = pool.chunks(1, 4096)
+        chunk.numpy()[:] = 7
+
+        def reads_and_writes() -> bool:
+            right = bool((chunk.numpy() == 7).all())
+            chunk.numpy()[:] = 8
+            return right
+
+        assert in_child(reads_and_writes) == 0
+        assert (chunk.numpy() == 8).all()
+        assert in_child(lambda: pool.chunks(1, 4096)) == 3
+        assert in_child(lambda: [pool.free([chunk]), pool.chunks(1, 4096)]) == 3
+        assert in_child(lambda: kvraw.HostPool.attach(str(pool.name), pin=False).nbytes == pool.nbytes) == 0
+        assert len(pool.chunks(15, 4096)) == 15
+    with kvraw.HostPool(1 << 16, pin=False) as own:  # a copy of the memory with the books
+        assert in_child(lambda: pool_of_the_child(own)) == 0
+
+
+def pool_of_the_child(pool: kvraw.HostPool) -> bool:
+    return len(pool.chunks(16, 4096)) == 16

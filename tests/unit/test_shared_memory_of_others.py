@@ -227,7 +227,7 @@ def test_attach_takes_regular_files_alone(tmp_path: Path) -> None:
         for any_user in (False, True):
             with pytest.raises(kvraw.HostMemoryError, match=f"'{name}' is {kind}, must be a regular file"):
                 kvraw.HostBuffer.attach(name, any_user=any_user)
-    with pytest.raises(TypeError, match="name is 5, must be a string"):
+    with pytest.raises(TypeError, match="name is 5, must be a str"):
         kvraw.HostBuffer.attach(5)  # type: ignore[arg-type]
     (SHM / "link").unlink()
     (SHM / "folder").rmdir()

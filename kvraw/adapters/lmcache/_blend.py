@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvraw.adapters.found import raise_found, sink_for
 from kvraw.adapters.lmcache._blend_groups import Group, address_of, group_of
 from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host
-from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
+from kvraw.adapters.lmcache._place import current_stream, device_index
 from kvraw.adapters.lmcache._planned import Stage, enqueue_stage, pieces, stages
 from kvraw.adapters.lmcache._types import ArgumentError, CBGroupSpec, StagingCopy
 from kvraw.arrays import I64, U64
 from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.prepared import Copy
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.inflight import Operation
 
@@ -240,17 +240,16 @@ def execute_cb_retrieve_plan_flat(
         return
     with DeviceScope(where):
         stream = current_stream(where)
-        capturing = raise_seen(where, stream)
+        capturing = raise_found(where, stream)
         steps = _plan(where, group_specs, None if capturing else stream, *tables)
         state = device_state(where)
         operation = state.books.begin(stream, captured=capturing)
         try:
             _enqueue(state, operation, steps, alignment, capturing)
-            completion = operation.commit((tuple(group_specs), tables))
+            operation.commit((tuple(group_specs), tables))
         except BaseException:
             operation.abort()
             raise
-        watch(where, Copy(completion, "kernel"))
 
 
 def _enqueue(state: DeviceState, operation: Operation, steps: list[_Step], alignment: int, capturing: bool) -> None:
@@ -258,6 +257,7 @@ def _enqueue(state: DeviceState, operation: Operation, steps: list[_Step], align
     d, stream = state.owner, operation.stream
     own = stream if capturing else state.side_stream("load").handle
     operation.enqueued += {stream, own}
+    told = sink_for(state.device, capturing)
 
     def event_behind(on: int) -> int:
         event = state.books.take_event()
@@ -277,6 +277,6 @@ def _enqueue(state: DeviceState, operation: Operation, steps: list[_Step], align
         if own != stream and step.staging:
             d.stream_wait_event(stream, event_behind(own))
         for one in step.work:
-            one.enqueue(state, operation, capturing)
+            one.enqueue(state, operation, capturing, told)
         if own != stream and number in waited:
             over[number] = event_behind(stream)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvraw.adapters.found import Sink
 from kvraw.adapters.lmcache._blend_wide import WideTurn
 from kvraw.adapters.lmcache._blocks import object_side, reach
 from kvraw.adapters.lmcache._paged import INDEXER, PLANES, Part, from_pointers
@@ -24,6 +25,7 @@ from kvraw.formats import FORMATS
 from kvraw.plain import require_memory
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.rope.rotate import Call, rerotate_keys
+from kvraw.runtime.context import at_reset
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
 
@@ -137,7 +139,7 @@ class _Turn:
     def __init__(self, launch: Launch, values: tuple[int, int, int]) -> None:
         self._launch, self._values = launch, values
 
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> None:
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, told: Sink) -> None:
         """Enqueue it on the operation's stream, as an operation of its own; the device's context is current."""
         self._launch.start(operation.stream, (), capturing, values=self._values)
 
@@ -236,6 +238,7 @@ class Group:
 
 
 _known: dict[tuple[object, ...], Group] = {}
+at_reset(_known.clear)
 
 
 def group_of(at: int, spec: CBGroupSpec, device: int | None) -> Group:

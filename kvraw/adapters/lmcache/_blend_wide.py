@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvraw.adapters.found import Sink
 from kvraw.arrays import TensorView
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.grid import Launch
@@ -88,7 +89,7 @@ class WideTurn:
         rerotate_keys(view, *positions, self._cache, neox=self._neox, dtype=self._types[1])
         keys.copy_(wide)
 
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> None:
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, told: Sink) -> None:
         """Enqueue it on the operation's stream, which is torch's current one; the device's context is current."""
         keys, wide, view = self._widened()
         self._launch_for(view).start(operation.stream, (), capturing, values=(view.address, self._old, self._new))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvraw import config
+from kvraw.adapters.found import raise_found, teller
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, pageable, require_no_capture
@@ -24,7 +25,7 @@ from kvraw.adapters.lmcache._paged import (
     from_tensors,
     is_tensor,
 )
-from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
+from kvraw.adapters.lmcache._place import current_stream, device_index
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of
 from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import ASK_DRIVER, I64, IndexVector, index_vector, is_pointer, tensor_view
@@ -287,16 +288,14 @@ class Blocks:
         if row is not None or self._plan is None:
             assert row is not None
             return self._copies.run(row, ids, skip, ids.count - skip, stream, captured, waited=waited)
-        done = self._plan(places, ids, skip=skip, stream=stream)
-        if device is not None:
-            watch(device, done, ids.host is None and not waited)
-        return done
+        unseen = device is not None and ids.host is None and not waited
+        return self._plan(places, ids, skip=skip, stream=stream, on_error=teller(device) if unseen else None)
 
     def move(self, objects: Sequence[Any], ids: IndexVector, skip: int) -> None:
         """Move blocks on the caller's stream; pageable objects are filled on return."""
         device = self.paged.device
         stream = None if device is None else current_stream(device)
-        captured = device is not None and stream is not None and raise_seen(device, stream)
+        captured = device is not None and stream is not None and raise_found(device, stream)
         if ids.count <= skip or not len(objects):
             return
         places, known = self._places(objects)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from kvraw.adapters.found import teller
-from kvraw.adapters.lmcache._place import raise_seen
+from kvraw.adapters.found import raise_found, teller
 from kvraw.adapters.tensors import current_stream
 from kvraw.codec import args
 from kvraw.codec.coder import prepare
@@ -37,7 +36,7 @@ def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
     """Launch on the caller's stream, after raising what earlier calls left behind."""
     device = launch.device
     stream = current_stream(device)
-    launch.start(stream, tensors, raise_seen(device, stream))
+    launch.start(stream, tensors, raise_found(device, stream))
 
 
 def _code(what: str, flags: int, tensors: tuple[Any, ...]) -> None:
@@ -126,7 +125,7 @@ def rotary_embedding_k_fused_strided(
             return
         if call.on_host:
             stream = current_stream(call.device)
-            raise_seen(call.device, stream)
+            raise_found(call.device, stream)
             call.enqueue(stream, teller(call.device))
             return
         launch = call.launch()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvraw.adapters.lmcache._place import current_stream, raise_seen
+from kvraw.adapters.found import raise_found
+from kvraw.adapters.lmcache._place import current_stream
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, number
 from kvraw.addresses import FIRST, require_address
 from kvraw.arrays import U64, is_pointer
@@ -112,7 +113,7 @@ def lmcache_memcpy_async(
         return
     with DeviceScope(device):
         stream = current_stream(device)
-        capturing = raise_seen(device, stream)
+        capturing = raise_found(device, stream)
         if host_buffer_offset % alignment + nbytes <= alignment:
             driver().memcpy_async(dest, src, nbytes, stream)
         else:

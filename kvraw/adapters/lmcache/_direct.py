@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from kvraw.adapters.found import raise_found
 from kvraw.adapters.lmcache._blocks import object_side
 from kvraw.adapters.lmcache._copies import check_alignment, check_range
 from kvraw.adapters.lmcache._paged import Counts, Paged, from_pointers
-from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen
+from kvraw.adapters.lmcache._place import current_stream, device_index
 from kvraw.adapters.lmcache._types import (
     ArgumentError,
     DirectCopyGroupSpec,
@@ -140,7 +141,7 @@ def execute_direct_copy_transfer(
         return
     with DeviceScope(where):
         stream = current_stream(where)
-        raise_seen(where, stream)
+        raise_found(where, stream)
         pageable = locate_all(pointer_vector("host_ptr", [o.host_ptr for o in objects])).pageable
 
         def enqueue(operation: Operation, capturing: bool) -> None:

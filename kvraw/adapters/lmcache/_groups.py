@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from kvraw.adapters.found import raise_found, sink_for
 from kvraw.adapters.lmcache._blocks import object_side, reach
 from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
 from kvraw.adapters.lmcache._phases import KERNEL, STAGING, Phase
-from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, watch
+from kvraw.adapters.lmcache._place import current_stream, device_index
 from kvraw.adapters.lmcache._planned import enqueue_stage, pieces, stages, tables_of
 from kvraw.adapters.lmcache._types import (
     ArgumentError,
@@ -22,8 +23,8 @@ from kvraw.adapters.lmcache._types import (
     format_of,
 )
 from kvraw.engines.device_state import device_state
-from kvraw.prepared import Copy, DeviceTable, Reached
-from kvraw.runtime.context import DeviceScope
+from kvraw.prepared import DeviceTable, Reached
+from kvraw.runtime.context import DeviceScope, at_reset
 
 __all__ = ["execute_object_group_transfer"]
 
@@ -70,6 +71,7 @@ class _Group:
 
 
 _known: dict[tuple[object, ...], _Group] = {}
+at_reset(_known.clear)
 
 
 def _group(at: int, spec: KernelGroupSpec, to_host: bool, device: int | None) -> _Group:
@@ -145,15 +147,16 @@ def execute_object_group_transfer(
         return
     with DeviceScope(where):
         stream = current_stream(where)
-        capturing = raise_seen(where, stream)
+        capturing = raise_found(where, stream)
         state = device_state(where)
         session = session_id if phase_timing_enabled else None
         work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
         operation = state.books.begin(stream, captured=capturing)
+        told = sink_for(where, capturing)
         try:
             for one in work:
                 if type(one) is not tuple:
-                    one.enqueue(state, operation, capturing)
+                    one.enqueue(state, operation, capturing, told)
                     continue
                 if not operation.enqueued:
                     operation.enqueued.append(stream)
@@ -161,7 +164,7 @@ def execute_object_group_transfer(
         except BaseException:
             operation.abort()
             raise
-        watch(where, Copy(operation.commit(None), "kernel"))
+        operation.commit(None)
 
 
 def _plan(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvraw.adapters.found import nobody, teller
-from kvraw.adapters.lmcache._place import watch
 from kvraw.arrays import IndexVector
 from kvraw.engines.device_state import device_state
 from kvraw.engines.operands import Operands, check_host_index, require_index
@@ -67,8 +66,6 @@ class Copies:
                 done = copy(table, side, count, src_index=ids, first=first, stream=stream)
             else:
                 done = copy(side, table, count, dst_index=ids, first=first, stream=stream)
-            if device is not None:
-                watch(device, done, ids.host is None and not waited)
         return done
 
     def _launch(

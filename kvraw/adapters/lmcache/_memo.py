@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvraw.runtime import fork
+from kvraw.runtime.context import at_reset
 
 __all__ = ["remembered"]
 
@@ -19,6 +20,7 @@ T = TypeVar("T")
 
 # By identities and key: the state of the tensors then, weak references whose end takes the entry along, the value.
 _known: dict[tuple[object, ...], tuple[object, list[weakref.ref[Any]], Any]] = {}
+at_reset(_known.clear)
 _lock = fork.lock()
 
 

@@ -11,6 +11,7 @@ from kvraw.arrays import TensorView
 from kvraw.engines import cpu
 from kvraw.errors import PlacementError
 from kvraw.runtime import fork
+from kvraw.runtime.context import at_reset
 from kvraw.runtime.memory import PinnedBuffer, locate
 
 __all__ = ["StandIns", "pageable", "require_no_capture"]
@@ -18,6 +19,7 @@ __all__ = ["StandIns", "pageable", "require_no_capture"]
 _KEPT = 64 << 20  # bytes of buffers that are kept for the next call, per device
 _lock = fork.lock()
 _free: defaultdict[int, list[PinnedBuffer]] = defaultdict(list)
+at_reset(_free.clear)
 
 
 def pageable(address: int, nbytes: int) -> bool:

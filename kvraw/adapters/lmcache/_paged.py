@@ -23,7 +23,7 @@ from kvraw.plain import require_memory, require_plain
 from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime import fork
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.memory import locate_all
 
 __all__ = ["Counts", "Paged", "Part", "addresses_of", "from_pointers", "from_tensors", "is_tensor", "parts_of"]
@@ -217,6 +217,7 @@ def parts_of(
 
 _lock = fork.lock()
 _known: OrderedDict[tuple[object, ...], Paged] = OrderedDict()
+at_reset(_known.clear)
 
 
 def _intern(key: tuple[object, ...], make: Callable[[], Paged]) -> Paged:

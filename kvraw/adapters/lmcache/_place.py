@@ -1,31 +1,17 @@
-"""Where a call happens: its device, its stream, and what earlier calls on that device have to report."""
+"""Where a call happens: its device and its stream."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
-from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from kvraw.adapters.found import raise_found
-from kvraw.engines.grid import Operation
-from kvraw.errors import BoundsError, LayoutError
-from kvraw.prepared import Copy
-from kvraw.runtime import fork
-from kvraw.runtime.context import DeviceScope, current_device
+from kvraw.runtime.context import current_device
 from kvraw.runtime.driver import driver_or_none
-from kvraw.runtime.inflight import Captured, Completion
-from kvraw.transfer_plan import Transfer
 
-__all__ = ["current_stream", "device_index", "raise_seen", "tensor_device", "this_device", "watch"]
+__all__ = ["current_stream", "device_index", "tensor_device", "this_device"]
 
-_log = logging.getLogger("kvraw")
-_watched: defaultdict[int, deque[Transfer | Copy | Operation]] = defaultdict(deque)
-_captured: defaultdict[int, deque[Completion]] = defaultdict(deque)
-_LOOKS = 8  # captured copies that a call looks at, in turn: graphs may hold thousands
-_lock = fork.lock()
 _raw_stream: Callable[[int], int] | None = None
 _indices: dict[Any, int | None] = {}  # of devices that were named by something other than a number
 
@@ -88,55 +74,3 @@ def current_stream(device: int) -> int:
         found = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
         _raw_stream = found or (lambda at: cuda.current_stream(at).cuda_stream)
     return int(_raw_stream(device))
-
-
-def watch(device: int, copy: Transfer | Copy | Operation, unseen: bool = True) -> None:
-    """Remember a copy that nobody waits for where only the device has seen its ids, replays of a captured one too."""
-    completion: Completion | None = getattr(copy, "_completion", None)
-    if unseen and type(completion) is Captured:
-        _captured[device].append(completion)
-    elif unseen:
-        _watched[device].append(copy)
-
-
-def raise_seen(device: int, stream: int) -> bool:
-    """Raise what earlier calls on a device met, as the driver does with its own asynchronous errors.
-
-    Returns whether a capture is in progress on the stream: then nothing is raised.
-    """
-    if raise_found(device, stream):
-        return True
-    queue, captured = _watched.get(device), _captured.get(device)
-    if queue or captured:
-        with DeviceScope(device):
-            _raise_watched(device, queue or deque(), bool(captured))
-    return False
-
-
-def _raise_watched(device: int, queue: deque[Transfer | Copy | Operation], captured: bool) -> None:
-    if captured:
-        _look_at_replays(device)
-    while queue:
-        with _lock:
-            if not queue or not queue[0].done():
-                return
-            copy = queue.popleft()
-        try:
-            copy.wait()
-        except (BoundsError, LayoutError) as error:
-            _log.error("an earlier transfer on device %s: %s", device, error)
-            raise
-
-
-def _look_at_replays(device: int) -> None:
-    """Raise what a replay of a captured copy met."""
-    queue = _captured[device]
-    for _ in range(min(len(queue), _LOOKS)):
-        with _lock:
-            replayed = queue[0]
-            queue.rotate(-1)
-            replayed.wait()  # for nothing: takes up what replays reported
-            error = replayed.error
-        if error is not None:
-            _log.error("a replay of a transfer on device %s: %s", device, error)
-            raise error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvraw.adapters.found import Sink
 from kvraw.adapters.lmcache._blocks import host_ids
 from kvraw.adapters.lmcache._copies import check_range, enqueue_split
 from kvraw.adapters.lmcache._launch import Copies
@@ -18,6 +19,7 @@ from kvraw.engines.device_state import DeviceState
 from kvraw.engines.operands import Operands, check_host_index, require_index
 from kvraw.errors import PlacementError
 from kvraw.prepared import DeviceTable, PreparedCopy, Reached
+from kvraw.runtime.context import at_reset
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Operation
 from kvraw.runtime.memory import PinnedBuffer, locate_all
@@ -32,6 +34,7 @@ Stage = tuple[int, int, int, int]  # a staging copy: destination, source, bytes,
 _TOP = 2**64
 _NONE = np.zeros(0, np.uint64)
 _bits: dict[tuple[int, int, int], int] = {}
+at_reset(_bits.clear)
 
 
 def words(address: int, count: int) -> U64:
@@ -102,9 +105,9 @@ class _Launch:
     def __init__(self, copy: PreparedCopy, ends: tuple[Operands, Operands], first: int, count: int, link: bool) -> None:
         self._copy, self._ends, self._first, self._count, self._link = copy, ends, first, count, link
 
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool) -> None:
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, told: Sink) -> None:
         """Enqueue it as a part of an operation; the device's context is current."""
-        self._copy.enqueue_kernel(state, operation, *self._ends, self._first, self._count, link=self._link)
+        self._copy.enqueue_kernel(state, operation, *self._ends, self._first, self._count, link=self._link, told=told)
 
 
 def pieces(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvraw.adapters.found import raise_found
 from kvraw.adapters.lmcache._blocks import ids_of
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, require_no_capture
@@ -19,7 +20,7 @@ from kvraw.adapters.lmcache._paged import (
     from_pointers,
     from_tensors,
 )
-from kvraw.adapters.lmcache._place import current_stream, device_index, raise_seen, tensor_device
+from kvraw.adapters.lmcache._place import current_stream, device_index, tensor_device
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import FORMATS
@@ -99,7 +100,7 @@ class _Rows:
         """Move a token per slot, on the caller's stream; a negative slot moves nothing."""
         device = self.paged.device
         stream = None if device is None else current_stream(device)
-        captured = device is not None and stream is not None and raise_seen(device, stream)
+        captured = device is not None and stream is not None and raise_found(device, stream)
         ids = ids_of("slot_mapping", slots, device, keep=tensor)
         if ids.count < self.count:
             raise BoundsError(f"slot_mapping has {ids.count} slots for {self.count} tokens")

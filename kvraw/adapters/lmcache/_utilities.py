@@ -17,6 +17,7 @@ from kvraw.discovery import discover
 from kvraw.formats import FORMATS
 from kvraw.plain import require_memory
 from kvraw.runtime import fork
+from kvraw.runtime.context import at_reset
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,7 @@ _POOLS = {"BLHNC": "HND", "BLNHC": "NHD", "LBHNC": "HND", "LBNHC": "NHD"}
 _NUMBERS = {"BLPTHD": 0, "PBTHD": 1, "BPTHD": 2, "BTD": 3, "PBHTD": 6, "BPHTD": 7, "BLPHTD": 8, "BHTD": 12, "BTHD": 13}
 _lock = fork.lock()
 _known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
+at_reset(_known.clear)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels on disk: a file each, which only this user may have written, and which is whole or absent.
+"""Compiled functions on disk: a file each, which only this user may have written, and which is whole or absent.
 
 What is kept are pickles of machine code, so whoever may write them runs code here: the directory and each file must
 belong to this user, to root or to the owner of the package, and nobody else may write to them. Both are looked at
@@ -168,6 +168,16 @@ def _stamp(module: ModuleType) -> bytes | None:
     return digest.digest()
 
 
+def _constants(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
+    """The integers that a function, and those that it calls, find in their modules."""
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, int):
+            yield name, value
+        elif (inner := getattr(value, "py_func", None)) is not None and inner is not function:
+            yield from _constants(inner)
+
+
 class KernelCache:
     """The compiled forms of one function; what numba's dispatcher asks of a cache.
 
@@ -175,10 +185,13 @@ class KernelCache:
     ----------
     function : callable
         A function at the top of a module.
+    options : tuple
+        What else the compiled form depends on.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], options: tuple[object, ...] = ()) -> None:
         self._function = function
+        self._options = options
         self._source = inspect.getfile(function)
 
     @functools.cached_property
@@ -195,7 +208,9 @@ class KernelCache:
         function = self._function
         versions = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
         options = [getattr(numba.config, name, None) for name in ("OPT", "BOUNDSCHECK", "DEBUGINFO_DEFAULT")]
-        key = repr((self._source, function.__qualname__, sig, codegen.magic_tuple(), versions, options))
+        # Constants by their values too: they may depend on the machine, or come through several modules.
+        parts = (sig, codegen.magic_tuple(), versions, options, self._options, tuple(_constants(function)))
+        key = repr((self._source, function.__qualname__, *parts))
         module = function.__module__.replace("kvraw.", "").replace(".cpu_kernels", "")
         short = hashlib.sha256(key.encode()).hexdigest()[:24]
         return f"{module}.{function.__name__.strip('_').removesuffix('_source')}-{short}.nbc"

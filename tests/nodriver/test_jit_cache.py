@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvraw.engines import cpu_cache
-from kvraw.engines.cpu_kernels import jit
+from kvraw.runtime import jit_cache
+from kvraw.runtime.jit import jit
 
 pytestmark = pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
 
@@ -29,7 +29,7 @@ def _triple_source(values: Any) -> Any:
 
 
 VALUES = np.array([14])
-HEAD = len(cpu_cache._MAGIC) + 32  # and the digest behind it
+HEAD = len(jit_cache._MAGIC) + 32  # and the digest behind it
 
 
 def call() -> tuple[int, int]:
@@ -39,16 +39,16 @@ def call() -> tuple[int, int]:
 
 
 def fresh() -> None:
-    cpu_cache._place.cache_clear()
-    cpu_cache.unsaved.clear()
+    jit_cache._place.cache_clear()
+    jit_cache.unsaved.clear()
 
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The directory that NUMBA_CACHE_DIR names; no other place is there."""
-    places = cpu_cache._places
+    places = jit_cache._places
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "base"))
-    monkeypatch.setattr(cpu_cache, "_places", lambda: iter([next(places())]))
+    monkeypatch.setattr(jit_cache, "_places", lambda: iter([next(places())]))
     fresh()
     yield tmp_path / "base"
     fresh()
@@ -59,6 +59,37 @@ def kept(base: Path) -> Path:
     return path
 
 
+FACTOR = 3
+
+
+def _inner_source(value: Any) -> Any:
+    return value * FACTOR
+
+
+_inner = jit(_inner_source)
+
+
+def _outer_source(values: Any) -> Any:
+    return _inner(values[0])
+
+
+def test_other_values_of_constants_are_other_kernels(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is the same; what a constant is may depend on the machine."""
+    assert jit(_outer_source)(VALUES) == 42
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 4)
+    monkeypatch.setattr(sys.modules[__name__], "_inner", jit(_inner_source))
+    kernel = jit(_outer_source)
+    assert kernel(VALUES) == 56
+    assert not sum(kernel.stats.cache_hits.values())
+
+
+def test_other_options_are_other_kernels(base: Path) -> None:
+    for options in ({}, {"nogil": False}, {"error_model": "numpy"}):
+        kernel = jit(_triple_source, **options)
+        assert kernel(VALUES) == 42
+        assert not sum(kernel.stats.cache_hits.values())
+
+
 def test_what_was_kept_is_read(base: Path) -> None:
     assert call() == (42, 0)
     assert call() == (42, 1)
@@ -67,7 +98,7 @@ def test_what_was_kept_is_read(base: Path) -> None:
     assert directory.stat().st_mode & 0o777 == 0o700
     assert kept(base).stat().st_mode & 0o777 == 0o600
     assert [path.name for path in directory.iterdir()] == [kept(base).name]
-    assert cpu_cache.kept_in() == str(directory)
+    assert jit_cache.kept_in() == str(directory)
 
 
 @pytest.mark.parametrize("mask", [0, 0o002])
@@ -86,12 +117,12 @@ def test_the_places_where_none_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     for home, cache in ((tmp_path, None), (None, tmp_path)):
         for name, value in (("HOME", home), ("XDG_CACHE_HOME", cache)):
             monkeypatch.setenv(name, str(value)) if value else monkeypatch.delenv(name, raising=False)
-        package, user = cpu_cache._places()
-        assert package == (Path(cpu_cache.__file__).parent / "__pycache__" / "kernels", 0o755)
+        package, user = jit_cache._places()
+        assert package == (Path(jit_cache.__file__).parent / "__pycache__" / "kernels", 0o755)
         assert user == (tmp_path / ("" if cache else ".cache") / f"kvraw-{os.geteuid()}", 0o700)
     monkeypatch.setenv("HOME", "not/absolute")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert len(list(cpu_cache._places())) == 1
+    assert len(list(jit_cache._places())) == 1
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -177,7 +208,7 @@ def test_what_others_may_write_is_not_read(base: Path, what: str, mode: int, cap
     assert RAN == []
     if what == "directory":
         assert f"{path.parent} has mode {mode:04o}, others must not write to it" in caplog.text
-        assert cpu_cache.kept_in() is None
+        assert jit_cache.kept_in() is None
     else:
         assert call() == (42, 1)  # replaced by one of our own
 
@@ -221,7 +252,7 @@ def test_what_is_no_file(base: Path) -> None:
     path.unlink()
     path.mkdir()
     assert call() == (42, 0)
-    assert len(cpu_cache.unsaved) == 1  # a directory cannot be replaced by a file
+    assert len(jit_cache.unsaved) == 1  # a directory cannot be replaced by a file
 
 
 def test_a_writer_that_fails_or_was_ended_leaves_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +262,7 @@ def test_a_writer_that_fails_or_was_ended_leaves_nothing(base: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fails)
         assert call() == (42, 0)
-    assert len(cpu_cache.unsaved) == 1
+    assert len(jit_cache.unsaved) == 1
     directory = base / f"kvraw-{os.geteuid()}"
     assert list(directory.iterdir()) == []
     old, new = directory / "a.nbc.1.tmp", directory / "b.nbc.2.tmp"
@@ -252,7 +283,7 @@ def test_processes_that_fill_it_at_once(base: Path) -> None:
         if not child:
             code = 1
             try:
-                code = 0 if call()[0] == 42 and not cpu_cache.unsaved else 1
+                code = 0 if call()[0] == 42 and not jit_cache.unsaved else 1
             finally:
                 os._exit(code)
         children.append(child)
@@ -298,20 +329,52 @@ def test_the_engines_kernels_in_processes(tmp_path: Path) -> None:
     assert run() == f"1 {where}"
 
 
+ALL = """
+import kvraw
+from kvraw.runtime import jit_cache
+kvraw.warm_up()
+from kvraw.runtime import compiled
+compiled.compile_all()
+assert all(one.entry is not None for one in compiled._all) and len(compiled._all) >= 2
+assert not jit_cache.unsaved
+"""
+
+
+def test_programs_and_descriptors_are_kept_in_the_same_place(tmp_path: Path) -> None:
+    script = "import kvraw.engines.copy_engine, kvraw.runtime.program" + ALL
+    environ = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    written = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environ, timeout=120)
+        assert done.returncode == 0, done.stderr
+        written.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()})
+    assert written[0] == written[1]
+    names = {path.name.split("-")[0] for path in written[0]}
+    assert {path.parent.name for path in written[0]} == {f"kvraw-{os.geteuid()}"}
+    assert {"runtime.program_numba.run", "engines.descriptors_numba.enumerate", "engines.copy_items"} <= names
+
+
 def test_the_sources_that_count() -> None:
     """A kernel is out of date when any module is altered that it takes something from."""
     from kvraw.codec import cpu_kernels as codec_kernels
+    from kvraw.engines import descriptors_numba
     from kvraw.rope import cpu_kernels as rope_kernels
+    from kvraw.runtime import program_numba
 
-    for module, others in ((codec_kernels, ["codec.args"]), (rope_kernels, ["engines.cpu_floats"])):
-        before = cpu_cache._stamp(module)
-        for name in ["engines.cpu_kernels", *others]:
+    for module, others in (
+        (codec_kernels, ["codec.args"]),
+        (rope_kernels, ["engines.cpu_floats"]),
+        (program_numba, ["runtime.program_rows"]),
+        (descriptors_numba, []),
+    ):
+        before = jit_cache._stamp(module)
+        for name in ["runtime.jit", *others]:
             other = sys.modules[f"kvraw.{name}"]
             was = other.__file__
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(cpu_cache.inspect, "getsource", altered(other, cpu_cache.inspect.getsource))
-                assert cpu_cache._stamp(module) != before, was
-        assert cpu_cache._stamp(module) == before
+                patch.setattr(jit_cache.inspect, "getsource", altered(other, jit_cache.inspect.getsource))
+                assert jit_cache._stamp(module) != before, was
+        assert jit_cache._stamp(module) == before
 
 
 def altered(module: Any, read: Callable[[Any], str]) -> Callable[[Any], str]:
