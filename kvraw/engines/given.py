@@ -12,7 +12,7 @@ from kvraw.engines.copy_engine import Descriptors, merge, split
 from kvraw.errors import BoundsError
 from kvraw.runtime.compiled import Compiled
 
-__all__ = ["COMPILED", "first_uncovered", "join", "page_starts"]
+__all__ = ["COMPILED", "extremes", "first_uncovered", "join", "page_starts"]
 
 
 def _made(name: str) -> Callable[[], Callable[..., int]]:
@@ -26,8 +26,8 @@ def _made(name: str) -> Callable[[], Callable[..., int]]:
 
 
 _WHAT = "vectors of callers are looked through"
-COMPILED = _page_starts, _cover, _join = tuple(
-    Compiled(_WHAT, _made(name)) for name in ("page_starts", "cover", "join")
+COMPILED = _page_starts, _cover, _join, _extremes = tuple(
+    Compiled(_WHAT, _made(name)) for name in ("page_starts", "cover", "join", "extremes")
 )
 
 
@@ -35,6 +35,16 @@ def _entry(compiled: Compiled[Any]) -> Any:
     if compiled.entry is None:
         compiled.start()
     return compiled.entry
+
+
+def extremes(values: U64) -> tuple[int, int]:
+    """The least and the largest of some values, at least one."""
+    function = _entry(_extremes)
+    if function is None:
+        return int(values.min()), int(values.max())
+    found: U64 = np.empty(2, np.uint64)
+    function(values, found)
+    return int(found[0]), int(found[1])
 
 
 def page_starts(name: str, values: I64, page: int, limit: int, *, aligned: bool) -> I64:
