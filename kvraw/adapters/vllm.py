@@ -229,12 +229,12 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         if not pageable:
             sizes_there = [largest] if least == largest else _kinds(nbytes)
             left = _by_kernel(state, found, nbytes, sizes_there, stream)
+            if left is not None and not left.any():
+                return
             if left is not None:
                 source, target, nbytes = source[left], target[left], nbytes[left]
         edges = found[0].edges + found[1].edges
         merged = join(Descriptors(target, source, nbytes), cuts_with(edges))
-        if not len(merged):
-            return
         try:
             submit(
                 state, stream, merged, pageable=pageable, edges=edges, most=None if pageable else _most_descriptors()

@@ -100,7 +100,7 @@ class _Places:
                 begin, learnt = at, True
             elif begin:  # what lies ahead of what was learnt is to be marked as well
                 begin, learnt = 0, True
-        used = [self.known[k] for k in np.flatnonzero(met)]
+        used = [self.known[k] for k in met.nonzero()[0].tolist()]
         if any(d.pointer_number(a.start) != a.number for a in used):
             return None
         seen = addresses
