@@ -162,7 +162,7 @@ def _forget(who: tuple[object, ...], _: object) -> None:
 
 def _places(src: Sequence[Any], dst: Sequence[Any]) -> list[object]:
     """What changes where a tensor is given other memory, or another shape, in place."""
-    return [x for group in (src, dst) for t in group for x in (t.data_ptr(), t.get_device(), t.numel(), t.stride())]
+    return [(t.data_ptr(), t.numel(), t.stride()) for group in (src, dst) for t in group]
 
 
 @lru_cache(maxsize=256)
