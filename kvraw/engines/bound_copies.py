@@ -150,13 +150,14 @@ class BoundCopies:
         with self._lock:
             ranges = self.ranges
             ranges.look()
-            if len(self._groups) == 1 and not ranges.pageable and copy_engine.COMPILED.entry is not None:
+            made = -1
+            if len(self._groups) == 1 and copy_engine.COMPILED.entry is not None:
                 made = self._enumerate(src_index, dst_index, ranges.cuts)
-                if made >= 0 and aside.fits(state, stream, made):
-                    done = self._submit(state, stream, made, refs)
-                    if done is not None or not made:
-                        return done
-            d = self.describe(src_index, dst_index, ranges.cuts)
+            if made > 0 and not ranges.pageable and aside.fits(state, stream, made):
+                done = self._submit(state, stream, made, refs)
+                if done is not None:
+                    return done
+            d = self._rows(made) if made >= 0 else self.describe(src_index, dst_index, ranges.cuts)
             if not len(d):
                 return None
             return aside.submit(state, stream, d, pageable=ranges.pageable, edges=ranges.edges, refs=refs)
@@ -173,13 +174,14 @@ class BoundCopies:
 
     def _submit(self, state: DeviceState, stream: int, count: int, refs: object) -> Completion | None:
         step, start = 8 * self._out.shape[1], self._address
-        if not count:
-            return None
         try:
             return aside.submit_short(state, stream, (start, start + step, start + 2 * step), count, refs)
         except DriverError as error:
             if error.index is None:
                 raise
-            rows = self._out[:, :count].view(np.uint64)
-            d = Descriptors(rows[0], rows[1], rows[2])
+            d = self._rows(count)
             raise copy_engine.refused(d, d, error.index, error) from error
+
+    def _rows(self, count: int) -> Descriptors:
+        rows = self._out.view(np.uint64)
+        return Descriptors(rows[0, :count], rows[1, :count], rows[2, :count])

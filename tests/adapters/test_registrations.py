@@ -210,6 +210,26 @@ def test_sglang_kernel_asks_about_both_planes(fake: FakeDriver, w: TorchLike) ->
     host.close()
 
 
+def test_sglang_kernel_memory_that_is_pinned_otherwise_since(fake: FakeDriver, w: TorchLike) -> None:
+    """The launch that was bound to it is not run any more: the driver's number of the memory is another."""
+    host = Pieces(fake, w, 1, 1)
+    rows, array = host.tensor(0, (64, 64)), np.random.default_rng(1).integers(0, 256, (64, 64), dtype=np.uint8)
+    device, index = w.put("device", array), w.put("device", np.arange(64))
+    seen = set[int]()
+    for _ in range(3):
+        seen.add(fake.pointer_number(host.address))
+        for _ in range(2):
+            host.bytes += 1
+            sglang.transfer_kv_per_layer_mla(rows, device, index, index, 64)
+            np.testing.assert_array_equal(w.take(device), host.bytes.reshape(64, 64))
+        host.unregister(0)
+        with pytest.raises(kvraw.PlacementError, match="pageable host memory"):
+            sglang.transfer_kv_per_layer_mla(rows, device, index, index, 64)
+        host.register(0)
+    assert len(seen) == 3
+    host.close()
+
+
 def test_tensors_that_are_given_other_memory_or_another_shape(w: TorchLike) -> None:
     group = [w.empty("device", (8, 16)) for _ in range(5)]
     made: list[int] = []
