@@ -62,7 +62,7 @@ def copy_ranges(d: Descriptors, device: int | None, group: Iterable[Any]) -> Non
     if pending(state):
         raise_found(device, stream)
     with DeviceScope(device):
-        ranges.look()
+        ranges.look(state.owner)
         d = join(d, ranges.cuts)
         if len(d):
             submit(state, stream, d, pageable=ranges.pageable, edges=ranges.edges, refs=group)

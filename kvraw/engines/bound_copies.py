@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +15,10 @@ from kvraw.engines.operands import Operands
 from kvraw.errors import DriverError
 from kvraw.plan import CopyPlan
 from kvraw.runtime import fork
-from kvraw.runtime.driver import driver, driver_or_none
+from kvraw.runtime.driver import CudaDriver, driver_or_none
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.memory import locate
-from kvraw.runtime.register import cuts_with
+from kvraw.runtime.register import cut_list, cuts_with
 
 __all__ = ["BoundCopies", "HostRanges", "ends_around"]
 
@@ -49,30 +49,31 @@ class HostRanges:
     edges : tuple of int
         Where pinned memory ends that they lie in, whoever pinned it.
     cuts : numpy.ndarray
-        The same with the ends of all that kvraw pinned, ascending.
+        The same with the ends of all that kvraw pinned, ascending; `words` is the same array as int64.
     """
 
-    __slots__ = ("_numbers", "_ours", "_spans", "cuts", "edges", "pageable")
+    __slots__ = ("_listed", "_numbers", "_ours", "_spans", "cuts", "edges", "pageable", "words")
 
     def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
         self._spans = sorted(set(spans))
         self._numbers: list[tuple[int, int]] = []
-        self._ours: U64 | None = None
+        self._listed: Callable[[], object] | None = None
+        self._ours: object = None
 
-    def look(self) -> None:
+    def look(self, d: CudaDriver) -> None:
         """Learn what is so now; the device's context is current."""
-        ours = cuts_with()
+        if self._listed is None:
+            self._listed = cut_list(d)
+        ours = self._listed()
         if self._ours is ours:
-            d = driver()
             for address, number in self._numbers:
                 if d.pointer_number(address) != number:
                     break
             else:
                 return
-        self._look_anew(ours)
+        self._look_anew(d, ours)
 
-    def _look_anew(self, ours: U64) -> None:
-        number = driver().pointer_number
+    def _look_anew(self, d: CudaDriver, ours: object) -> None:
         self.pageable, self._ours, self._numbers = False, ours, list[tuple[int, int]]()
         edges, stop = list[int](), 0
         for address, nbytes in self._spans:
@@ -83,11 +84,12 @@ class HostRanges:
             self.pageable = self.pageable or not where.device_address
             stop = where.edges[-1] if where.edges else 0
             starts = [address, *(e for e in where.edges if e < address + nbytes)]
-            self._numbers += [(at, number(at)) for at in starts]
+            self._numbers += [(at, d.pointer_number(at)) for at in starts]
         if self.pageable or not all(n for _, n in self._numbers):
             self._ours = None  # nothing says cheaply when it changes
         self.edges = tuple(dict.fromkeys(edges))
         self.cuts = cuts_with(self.edges)
+        self.words: I64 = self.cuts.view(np.int64)
 
 
 class _Group(NamedTuple):
@@ -95,6 +97,8 @@ class _Group(NamedTuple):
     src: U64
     dst: U64
     joints: U64
+    arguments: tuple[I64, ...]  # of the compiled function, the first four
+    run: int
 
 
 class BoundCopies:
@@ -106,19 +110,23 @@ class BoundCopies:
         The host memory that the copies lie in: addresses and bytes.
     """
 
-    __slots__ = ("_address", "_groups", "_lock", "_out", "_rooms", "ranges")
+    __slots__ = ("_address", "_groups", "_lock", "_out", "_parameters", "_room", "_rooms", "ranges")
 
     def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
         self.ranges, self._groups, self._lock = HostRanges(spans), list[_Group](), fork.lock()
         self._rooms: I64 = np.empty((5, 0), np.int64)
         self._out: I64 = np.empty((3, 0), np.int64)
-        self._address = 0
+        self._parameters: I64 = np.empty(4, np.int64)
+        self._room = self._address = 0
 
     def add(self, plan: CopyPlan, src: Sequence[int], dst: Sequence[int]) -> None:
         """Add copies of a plan between base addresses."""
         bases = np.array(src, np.uint64), np.array(dst, np.uint64)
         # Neighbours may be allocations of their own, which the driver does not take as one.
-        self._groups.append(_Group(DescriptorPlan(plan), *bases, np.unique(np.concatenate(bases))))
+        described = DescriptorPlan(plan)
+        *arguments, run = described.bound(*bases)
+        joints = np.unique(np.concatenate(bases))
+        self._groups.append(_Group(described, *bases, joints, (*arguments,), run))
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -149,10 +157,10 @@ class BoundCopies:
         """
         with self._lock:
             ranges = self.ranges
-            ranges.look()
+            ranges.look(state.owner)
             made = -1
             if len(self._groups) == 1 and copy_engine.COMPILED.entry is not None:
-                made = self._enumerate(src_index, dst_index, ranges.cuts)
+                made = self._enumerate(src_index, dst_index, ranges.words)
             if made > 0 and not ranges.pageable and aside.fits(state, stream, made):
                 done = self._submit(state, stream, made, refs)
                 if done is not None:
@@ -162,18 +170,23 @@ class BoundCopies:
                 return None
             return aside.submit(state, stream, d, pageable=ranges.pageable, edges=ranges.edges, refs=refs)
 
-    def _enumerate(self, src_index: I64, dst_index: I64, cuts: U64) -> int:
+    def _enumerate(self, src_index: I64, dst_index: I64, cuts: I64) -> int:
         """Write the copies of the one group to the room for them; how many, or -1 where it is too small."""
-        g, count = self._groups[0], len(src_index)
+        g, count, p = self._groups[0], len(src_index), self._parameters
         room = count * g.plan.runs_per_item + 2 * len(cuts)
-        if room > self._out.shape[1] or count > self._rooms.shape[1]:
+        if room > self._room or count > self._rooms.shape[1]:
             self._rooms = np.empty((5, 2 * count), np.int64)
-            self._out = np.empty((3, 2 * room), np.int64)
+            self._room = 2 * room
+            self._out = np.empty((3, self._room), np.int64)
             self._address = int(self._out.ctypes.data)
-        return g.plan.write((g.src, g.dst), (src_index, dst_index), g.joints, cuts, self._rooms, self._out)
+        p[0], p[1], p[2], p[3] = 0, count, g.run, self._room
+        function = copy_engine.COMPILED.entry
+        assert function is not None
+        joints = g.joints.view(np.int64)
+        return function(*g.arguments, src_index, dst_index, joints, cuts, p, self._rooms, self._out)
 
     def _submit(self, state: DeviceState, stream: int, count: int, refs: object) -> Completion | None:
-        step, start = 8 * self._out.shape[1], self._address
+        step, start = 8 * self._room, self._address
         try:
             return aside.submit_short(state, stream, (start, start + step, start + 2 * step), count, refs)
         except DriverError as error:
