@@ -22,7 +22,6 @@ def enqueue(
     device: int,
     *,
     pageable: bool = False,
-    on_host: Sequence[tensors.Span] = (),
     edges: Sequence[int] = (),
     refs: object = None,
     most: int | None = None,
@@ -47,9 +46,6 @@ def enqueue(
     if raising:
         raise_found(device, stream)
     with DeviceScope(device):
-        if on_host:
-            found, more = tensors.look_over(on_host)
-            pageable, edges = pageable or found, (*edges, *more)
 
         def work(operation: Operation, capturing: bool) -> None:
             for begin in range(0, len(d), step):

@@ -13,17 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.sglang_batch import enqueue
-from kvraw.addresses import require_addresses
-from kvraw.arrays import I64, U64
-from kvraw.batch import memcpy_batch
-from kvraw.engines import copy_engine
-from kvraw.engines.copy_engine import Descriptors
+from kvraw.adapters.copies import PlannedCopies
+from kvraw.arrays import I64
+from kvraw.engines.given import page_starts
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import require_plain
-from kvraw.runtime.context import DeviceScope, at_reset
+from kvraw.plan import CopyPlan, Side
 
-__all__ = ["bounded", "copy_pages", "copy_tokens", "device_of", "first_of_pages", "page_indices"]
+__all__ = ["copy_pages", "copy_tokens", "device_of", "page_indices"]
 
 NAMES = ("src_indices", "dst_indices")
 _LAYERS = ("src_layers", "dst_layers")
@@ -85,75 +82,26 @@ def page_indices(src_indices: Any, dst_indices: Any, page_size: int) -> tuple[I6
     return tensors.host_values(src_indices, "src_indices"), tensors.host_values(dst_indices, "dst_indices")
 
 
-class _Group(NamedTuple):
-    """Copies that differ by their index and their bases alone.
-
-    Attributes
-    ----------
-    src, dst : numpy.ndarray of uint64
-        [n, 1] bases of both sides.
-    row : int
-        Bytes of a token.
-    rows : numpy.ndarray of uint64
-        The same, [n, 1].
-    steps : tuple of int
-        Of source and destination: bytes from token to token.
-    pages : int
-        Bytes from page to page, on the side that has pages.
-    """
-
-    src: U64
-    dst: U64
-    row: int
-    rows: U64
-    steps: tuple[int, int]
-    pages: int = 0
-
-    @property
-    def dense(self) -> bool:
-        """Whether tokens that follow each other are one run of bytes, on both sides."""
-        return self.steps == (self.row, self.row)
-
-
 class _Ready(NamedTuple):
     """What is known of tensors: what a call does that its indices do not change.
 
     Attributes
     ----------
-    groups : list
-        Those that go together.
+    copies : PlannedCopies
+        The copies of one item each, a token or a page.
     most : tuple of int
         What indices of the source (of pages) and of the destination (of tokens) must be below.
-    device : int or None
-        The GPU that takes part.
-    on_host : list of (int, int)
-        The ranges of host memory, asked about anew at each call: they may have been unpinned, or pinned otherwise.
     """
 
-    groups: list[_Group]
+    copies: PlannedCopies
     most: tuple[int, int]
-    device: int | None
-    on_host: list[tensors.Span]
 
 
-def _group(src: list[int], dst: list[int], row: int, steps: tuple[int, int], pages: int = 0) -> _Group:
-    columns = [np.array(side, np.uint64).reshape(-1, 1) for side in (src, dst)]
-    return _Group(columns[0], columns[1], row, np.full_like(columns[0], row), steps, pages)
+def _side(step: int, count: int, token: int = 0) -> Side:
+    return Side(outer=step, token=token, table_layer=1, entries=count)
 
 
-def _ready(groups: list[_Group], most: tuple[int, int], *tensor_groups: Sequence[Any]) -> _Ready:
-    device = device_of(*tensor_groups)
-    if device is None:
-        for g in groups:  # ranges that indices reach end where memory does
-            for name, bases in (("src", g.src), ("dst", g.dst)):
-                require_addresses(name, bases.ravel(), 1)
-        return _Ready(groups, most, None, [])
-    with DeviceScope(device):
-        on_host = tensors.host_spans(t for group in tensor_groups for t in group)
-        return _Ready(groups, most, device, on_host)
-
-
-_FEW, _MOST, _LONG = 8, 512, 1 << 20
+_FEW, _MOST = 8, 512
 _by_value: dict[tuple[object, ...], _Ready] = {}
 _by_identity: dict[tuple[object, ...], tuple[list[object], _Ready, object]] = {}
 at_reset(_by_value.clear)
@@ -212,26 +160,6 @@ def _places(src: Sequence[Any], dst: Sequence[Any]) -> list[object]:
     return [x for group in (src, dst) for t in group for x in (t.data_ptr(), t.get_device(), t.numel(), t.stride())]
 
 
-def _send(ready: _Ready, copies: list[tuple[U64, U64, U64]], refs: object) -> None:
-    """Do copies, each destinations, sources and sizes of a group."""
-    vectors = copies[0] if len(copies) == 1 else tuple(np.concatenate(v) for v in zip(*copies, strict=True))
-    d = Descriptors(*vectors)
-    if ready.device is None:
-        memcpy_batch(d.dst, d.src, d.sizes)
-        return
-    enqueue(d, ready.device, on_host=ready.on_host, refs=refs)
-
-
-def bounded(name: str, values: I64, most: int, step: int = 1) -> None:
-    """Check indices against their limit; `step` is the tokens that each stands for."""
-    # As unsigned numbers, negative ones are above every limit: one pass tells for both ends.
-    if int(np.maximum.reduce(values.view(np.uint64))) < most:
-        return
-    at = int(np.argmax((values < 0) | (values >= most)))
-    what = "" if step == 1 else f", with the {step} tokens of a page"
-    raise BoundsError(f"{name}[{at * step}] is {values[at]}{what}, must be in [0, {most})")
-
-
 @lru_cache(maxsize=256)
 def _runs(
     shape: tuple[int, ...], src_strides: tuple[int, ...], dst_strides: tuple[int, ...], size: int
@@ -249,8 +177,8 @@ def _runs(
     return run, list(zip(*begins, strict=True))
 
 
-def _token_groups(src: Sequence[Any], dst: Sequence[Any]) -> _Ready:
-    members: dict[tuple[int, tuple[int, int]], list[tuple[int, int]]] = {}
+def _token_copies(src: Sequence[Any], dst: Sequence[Any]) -> _Ready:
+    members: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for k, (a, b) in enumerate(zip(src, dst, strict=True)):
         if len(a.shape) > 0 and a.shape[1:] == b.shape[1:] and a.dtype == b.dtype:
             run, begins = _runs(a.shape, a.stride(), b.stride(), a.element_size())
@@ -263,68 +191,27 @@ def _token_groups(src: Sequence[Any], dst: Sequence[Any]) -> _Ready:
                 )
         if run and begins:
             size, bases = int(a.element_size()), (int(a.data_ptr()), int(b.data_ptr()))
-            kind = run, (int(a.stride()[0]) * size, int(b.stride()[0]) * size)
+            kind = run, int(a.stride()[0]) * size, int(b.stride()[0]) * size
             members.setdefault(kind, []).extend((bases[0] + i, bases[1] + j) for i, j in begins)
-    groups = [
-        _group([at for at, _ in ends], [to for _, to in ends], run, steps) for (run, steps), ends in members.items()
-    ]
-    most = min(int(t.shape[0]) for t in src), min(int(t.shape[0]) for t in dst)
-    return _ready(groups, most, src, dst)
+    copies = PlannedCopies(device_of(src, dst), [*src, *dst])
+    for (run, *steps), ends in members.items():
+        sides = [_side(step, len(ends)) for step in steps]
+        plan = CopyPlan(sides[0], sides[1], layers=len(ends), planes=1, tokens=1, heads=1, run=run)
+        copies.add(plan, [at for at, _ in ends], [to for _, to in ends])
+    return _Ready(copies, (min(int(t.shape[0]) for t in src), min(int(t.shape[0]) for t in dst)))
 
 
 def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) -> None:
     """Copy rows along the first axis, of each pair of tensors; rows that follow each other go in one piece."""
     if not len(index[0]) or not src:
         return
-    ready = _known(("tokens",), _LAYERS, src, dst, lambda: _token_groups(src, dst))
-    for name, values, most in zip(NAMES, index, ready.most, strict=True):  # all is checked before anything moves
-        bounded(name, values, most)
-    singles = Descriptors(index[1].view(np.uint64), index[0].view(np.uint64), np.ones(len(index[0]), np.uint64))
-    runs = copy_engine.merge(singles)
-    copies = []
-    for g in ready.groups:
-        d, step = runs if g.dense else singles, np.array(g.steps, np.uint64)
-        copies.append(
-            ((g.dst + d.dst * step[1]).ravel(), (g.src + d.src * step[0]).ravel(), (g.rows * d.sizes).ravel())
-        )
+    copies, most = _known(("tokens",), _LAYERS, src, dst, lambda: _token_copies(src, dst))
+    at, to = (page_starts(NAMES[k], index[k], 1, most[k], aligned=False) for k in (0, 1))
     if copies:
-        _send(ready, copies, (src, dst))
+        copies(at, to, (src, dst))
 
 
-_Pages = tuple[bytes, I64, I64]
-_last: dict[tuple[int, bool], _Pages] = {}  # indices that were looked at last: those of all layers are the same
-
-
-def first_of_pages(name: str, values: I64, page_size: int, aligned: bool) -> tuple[I64, I64]:
-    """First index of each page, once its pages are known to be pages; and the page, where they are `aligned`."""
-    seen, last = values.tobytes(), _last.get((page_size, aligned))
-    if last is not None and last[0] == seen:
-        return last[1:]
-    first, number = _look_at_pages(name, values, page_size, aligned)
-    first.flags.writeable = number.flags.writeable = False
-    if len(seen) <= _LONG:
-        if len(_last) >= _FEW:
-            _last.clear()
-        _last[(page_size, aligned)] = seen, first, number
-    return first, number
-
-
-def _look_at_pages(name: str, values: I64, page_size: int, aligned: bool) -> tuple[I64, I64]:
-    pages = values.reshape(-1, page_size)
-    first = values[::page_size].copy()
-    number, rest = np.divmod(first, page_size) if aligned else (first, None)
-    whole = page_size == 1 or not np.count_nonzero(pages[:, 1:] - pages[:, :-1] != 1)
-    if whole and (rest is None or not np.count_nonzero(rest)):
-        return first, number
-    right = (pages[:, 1:] - pages[:, :-1] == 1).all(1)
-    if rest is not None:
-        right &= rest == 0
-    at = int(np.argmin(right)) * page_size
-    rule = f"start at a multiple of {page_size} and ascend by 1" if aligned else "ascend by 1"
-    raise BoundsError(f"{name}[{at}:{at + page_size}] is {values[at : at + page_size]}, a page; must {rule}")
-
-
-def _page_groups(
+def _page_copies(
     paged: Sequence[Any],
     layered: Sequence[Any],
     names: tuple[str, str],
@@ -353,16 +240,19 @@ def _page_groups(
         most_pages.append(p.sizes[0])
         most_tokens.append(max(min(r.sizes[0] for r in rows) - page_size + 1, 0))
         members.setdefault((p, steps.pop()[0]), []).append(plane)
-    groups = []
+    copies = PlannedCopies(device_of(paged, layered), [*paged, *layered])
     for (p, step), planes in members.items():
         numbers = range(first_layer, first_layer + layers)
-        pages = [paged[k].data_ptr() + layer * p.steps[1] for k in planes for layer in numbers]
-        tokens = [t.data_ptr() for k in planes for t in layered[k * layers : (k + 1) * layers]]
-        ends = ((tokens, step), (pages, p.steps[2])) if to_pages else ((pages, p.steps[2]), (tokens, step))
+        pages = [int(paged[k].data_ptr()) + layer * p.steps[1] for k in planes for layer in numbers]
+        tokens = [int(t.data_ptr()) for k in planes for t in layered[k * layers : (k + 1) * layers]]
+        sides = [_side(p.steps[0], len(pages), p.steps[2]), _side(step, len(tokens), step)]
+        bases = [pages, tokens]
+        if to_pages:
+            sides, bases = sides[::-1], bases[::-1]
         if p.row:
-            groups.append(_group(ends[0][0], ends[1][0], p.row, (ends[0][1], ends[1][1]), p.steps[0]))
-    most = min(most_pages, default=0) * page_size, min(most_tokens, default=0)
-    return _ready(groups, most, paged, layered)
+            counts = {"layers": len(pages), "planes": 1, "tokens": page_size, "heads": 1}
+            copies.add(CopyPlan(sides[0], sides[1], **counts, run=p.row), *bases)
+    return _Ready(copies, (min(most_pages, default=0) * page_size, min(most_tokens, default=0)))
 
 
 def copy_pages(
@@ -376,31 +266,15 @@ def copy_pages(
 ) -> None:
     """Copy pages between page-major buffers [page, layer, token, ...] and per-layer buffers [token, ...]."""
     names, index_names = (("dst_ptrs", "src_ptrs"), NAMES[::-1]) if to_pages else (("src_ptrs", "dst_ptrs"), NAMES)
-    ready = _known(
+    copies, most = _known(
         (first_layer, page_size, to_pages),
         names,
         paged,
         layered,
-        lambda: _page_groups(paged, layered, names, first_layer, page_size, to_pages),
+        lambda: _page_copies(paged, layered, names, first_layer, page_size, to_pages),
     )
-    if not len(paged_indices) or not ready.groups:
+    if not len(paged_indices) or not copies:
         return
-    at_page, page = first_of_pages(index_names[0], paged_indices, page_size, aligned=True)
-    tokens, _ = first_of_pages(index_names[1], layered_indices, page_size, aligned=False)
-    bounded(index_names[0], at_page, ready.most[0], page_size)
-    bounded(index_names[1], tokens, ready.most[1], page_size)
-    copies = []
-    for g in ready.groups:
-        sides = (g.dst, g.src) if to_pages else (g.src, g.dst)
-        steps = g.steps[::-1] if to_pages else g.steps
-        pages, at, nbytes = page.view(np.uint64) * np.uint64(g.pages), tokens.view(np.uint64), g.row * page_size
-        if not g.dense:
-            inner, nbytes = np.arange(page_size, dtype=np.uint64), g.row
-            pages = (pages[:, None] + inner * np.uint64(steps[0])).ravel()
-            at = (at[:, None] + inner).ravel()
-        ends = (sides[0] + pages).ravel(), (sides[1] + at * np.uint64(steps[1])).ravel()
-        dst, src = ends if to_pages else ends[::-1]
-        sizes = np.empty(len(dst), np.uint64)
-        sizes.fill(nbytes)
-        copies.append((dst, src, sizes))
-    _send(ready, copies, (paged, layered))
+    pages = page_starts(index_names[0], paged_indices, page_size, most[0], aligned=True)
+    tokens = page_starts(index_names[1], layered_indices, page_size, most[1], aligned=False)
+    copies(*((tokens, pages) if to_pages else (pages, tokens)), (paged, layered))

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.sglang_batch import enqueue
+from kvraw.adapters.copies import HostRanges, send
 from kvraw.adapters.sglang_direct import device_of
 from kvraw.adapters.sglang_kernel import INTS, WARPS, transfer
 from kvraw.arrays import I64, index_vector
 from kvraw.batch import memcpy_batch
 from kvraw.engines.copy_engine import Descriptors
+from kvraw.engines.given import join
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import require_memory
 from kvraw.plan import CopyPlan, Side
@@ -168,17 +169,16 @@ def transfer_embedding_ranges_direct(
         if bad.any():
             k = int(np.argmax(bad))
             raise BoundsError(f"{name}[{k}] is {at[k]} with {counts[k]} rows, must end by {tensor.shape[0]}")
-    base = [
-        np.uint64(t.data_ptr()) + (at * rows[0]).astype(np.uint64) for t, at in zip((src, dst), starts, strict=True)
-    ]
-    device, nbytes = device_of((src, dst)), (counts * rows[0]).astype(np.uint64)
-    kept = nbytes > 0
-    copies = Descriptors(base[1][kept], base[0][kept], nbytes[kept])
+    at, to = (
+        np.uint64(t.data_ptr()) + begin.astype(np.uint64) * np.uint64(rows[0])
+        for t, begin in zip((src, dst), starts, strict=True)
+    )
+    given, device = Descriptors(to, at, counts.astype(np.uint64) * np.uint64(rows[0])), device_of((src, dst))
     if device is None:
-        memcpy_batch(copies.dst, copies.src, copies.sizes)
+        memcpy_batch(given.dst, given.src, given.sizes)
         return
-    on_host = [tensors.span(t) for t in (src, dst) if not t.is_cuda]
-    enqueue(copies, device, on_host=on_host, refs=(src, dst))
+    ranges = HostRanges((src, dst))
+    send(device, ranges, lambda: join(given, ranges.cuts), (src, dst))
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import tensors
+from kvraw.adapters.copies import PlannedCopies
 from kvraw.adapters.found import raise_found
-from kvraw.adapters.sglang_batch import enqueue
-from kvraw.adapters.sglang_direct import bounded, first_of_pages
 from kvraw.adapters.sglang_kernel import INTS, WARPS, End, Numbers, default_quota, ids_on_device, launch, transfer
-from kvraw.arrays import U64
-from kvraw.engines import copy_engine
-from kvraw.engines.copy_engine import Descriptors
+from kvraw.arrays import I64
+from kvraw.engines.given import page_starts
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.plain import require_memory
+from kvraw.plan import CopyPlan, Side
 
 __all__ = [
     "can_use_hicache_jit_kernel",
@@ -118,8 +117,8 @@ def _staged(
     if not count or not layers:
         return
     held, room = _tokens("dst", dst, token), _tokens("staging", staging, token) // page_size * page_size
-    pages, _ = first_of_pages("dst_indices", tensors.index_array(dst_indices, "dst_indices"), page_size, aligned=True)
-    bounded("dst_indices", pages, held - page_size + 1, page_size)
+    values = tensors.index_array(dst_indices, "dst_indices")
+    pages = page_starts("dst_indices", values, page_size, held - page_size + 1, aligned=True)
     blocks, source = quota or default_quota(quota), ("table", 0, src)
     if not src_indices.is_cuda:
         transfer(source, ("pf", token, dst), src_indices, dst_indices, numbers, blocks, WARPS, INTS)
@@ -134,28 +133,22 @@ def _by_pages(
     staging: End,
     dst: tuple[Any, ...],
     src_indices: Any,
-    pages: np.ndarray,
+    pages: I64,
     room: int,
     page_size: int,
     numbers: Numbers,
     quota: int,
 ) -> None:
-    device, token, count = int(src_indices.get_device()), staging[1], len(pages) * page_size
-    index = ids_on_device(src_indices)
-    on_host = [tensors.span(t) for t in dst if not t.is_cuda]
-    apart = np.array([t.data_ptr() for t in (*staging[2], *dst)], np.uint64)
+    device, count, index = int(src_indices.get_device()), len(pages) * page_size, ids_on_device(src_indices)
+    copies = PlannedCopies(device, [*staging[2], *dst])
+    side = Side(outer=page_size * staging[1], table_layer=1, entries=len(dst))
+    plan = CopyPlan(side, side, layers=len(dst), planes=1, tokens=1, heads=1, run=side.outer)
+    copies.add(plan, [int(t.data_ptr()) for t in staging[2]], [int(t.data_ptr()) for t in dst])
     # Once: what a part of this operation finds stops no other part.
     raise_found(device, tensors.current_stream(device))
     for begin in range(0, count, room):  # the stream's order keeps a part's copies before the next part's kernel
         many = min(room, count - begin)
         part = index[0] + begin * index[1], index[1], index[2]
         launch(source, staging, numbers, quota, WARPS, device, part, (0, 0, None), many, raising=False)
-        to = pages[begin // page_size : (begin + many) // page_size].view(np.uint64) * np.uint64(token)
-        at = np.arange(0, many * token, page_size * token, dtype=np.uint64)
-        ends = [_each(dst, to), _each(staging[2], at)]
-        copies = Descriptors(ends[0], ends[1], np.full(len(ends[0]), page_size * token, np.uint64))
-        enqueue(copy_engine.merge(copies, apart), device, on_host=on_host, refs=(staging, dst), raising=False)
-
-
-def _each(group: tuple[Any, ...], offsets: U64) -> U64:
-    return np.concatenate([np.uint64(t.data_ptr()) + offsets for t in group])
+        to = pages[begin // page_size : (begin + many) // page_size]
+        copies(np.arange(len(to)), to, (staging, dst), raising=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,11 +21,10 @@ __all__ = [
     "Span",
     "current_stream",
     "dtype_name",
+    "ends_around",
     "find_ranges",
-    "host_spans",
     "host_values",
     "index_array",
-    "look_over",
     "mapped_address",
     "page_gap",
     "reach",
@@ -164,32 +163,7 @@ def span(tensor: Any) -> Span:
     return int(tensor.data_ptr()), (int(reached) + 1) * int(tensor.element_size()) if tensor.numel() else 0
 
 
-def host_spans(group: Iterable[Any]) -> list[Span]:
-    """Ranges of tensors in host memory, one for all that begin in an allocation; the device's context is current."""
-    out: list[Span] = []
-    stop = 0
-    for address, nbytes in sorted({span(t) for t in group if not t.is_cuda}):
-        if address < stop:
-            first = out[-1][0]
-            out[-1] = first, max(out[-1][1], address + nbytes - first)
-            continue
-        out.append((address, nbytes))
-        info = driver().pointer_info(address)
-        stop = 0 if info is None else info.base + info.size
-    return out
-
-
-def look_over(spans: Iterable[Span]) -> tuple[bool, list[int]]:
-    """Whether pageable memory is among ranges of host memory, and where copies within them must be cut."""
-    pageable, edges = False, list[int]()
-    for address, nbytes in spans:
-        where = locate(address, nbytes)
-        edges += where.edges if where.device_address else _around(address, nbytes)
-        pageable = pageable or not where.device_address
-    return pageable, edges
-
-
-def _around(address: int, nbytes: int) -> list[int]:
+def ends_around(address: int, nbytes: int) -> list[int]:
     """Where pinned memory begins and ends in a range that counts as pageable, but for islands inside it."""
     call = driver_or_none()
     if call is None:
@@ -277,7 +251,7 @@ def _find_slowly(addresses: U64, nbytes: int | U64) -> Ranges:
                 over = found.over._replace(at=at)
         if found.pageable:
             for address in addresses[mine][found.seen == 0].tolist():
-                edges += _around(address, size)
+                edges += ends_around(address, size)
     held = frozenset(d for d in np.unique(devices).tolist() if d >= 0)
     return Ranges(seen, held, bool((devices < 0).any()), not seen.all(), tuple(set(edges)), over)
 

@@ -2,13 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from kvraw import config
+from kvraw.engines import copy_engine
+from kvraw.engines.copy_engine import Descriptors
 from kvraw.engines.device_state import DeviceState
+from kvraw.errors import DriverError
+from kvraw.runtime import fork
 from kvraw.runtime.inflight import Completion, Operation
+from kvraw.runtime.program import Commands, Program
 from kvraw.runtime.stream import LEGACY
 
-__all__ = ["in_order"]
+__all__ = ["in_order", "submit"]
+
+# Copies that are handed over with the GIL kept, as one program: below 1 ms.
+_SHORT = 2048
+_NAME = "batches"
+
+
+class _Batch:
+    """The program that is one batch call with an event behind it, for one thread at a time."""
+
+    def __init__(self, state: DeviceState) -> None:
+        c = Commands()
+        first = c.value(6)
+        stream, event, dst, src, sizes, count = (type(first)(first.index + k) for k in range(6))
+        c.uncaptured(stream)
+        c.copy_batch(dst, src, sizes, count, stream)
+        c.record(event, stream)
+        self.lock, self._program, self._at = fork.lock(), Program(c, state.owner), first.index
+
+    def run(self, operation: Operation, d: Descriptors) -> bool:
+        """Enqueue copies and the operation's event; False where a capture is in progress on its stream."""
+        values, at = self._program.values, self._at
+        assert operation.event is not None
+        values[at], values[at + 1], values[at + 5] = operation.stream, operation.event, len(d)
+        values[at + 2], values[at + 3], values[at + 4] = d.dst.ctypes.data, d.src.ctypes.data, d.sizes.ctypes.data
+        return self._program.run()
+
+
+def submit(
+    state: DeviceState,
+    stream: int,
+    d: Descriptors,
+    *,
+    pageable: bool = False,
+    edges: Sequence[int] = (),
+    most: int | None = None,
+    refs: object = None,
+) -> Completion:
+    """Enqueue copies that span no end of a registration, at least one, as one operation in a stream's order.
+
+    The device's context is current.
+
+    Parameters
+    ----------
+    pageable : bool
+        Pageable memory takes part.
+    edges : sequence of int
+        Where allocations and registrations that others made end.
+    most : int, optional
+        The most copies that the driver is given at once.
+
+    Raises
+    ------
+    DriverError
+        The driver refused; `index` is the failing copy, where it told. Copies before it may have been enqueued.
+    """
+    step = most or len(d)
+    short = len(d) <= min(_SHORT, step, config.MAX_BATCH.get())
+    if short and not pageable and stream not in LEGACY and state.owner.batch_supported():
+        done = _submit_short(state, stream, d, refs)
+        if done is not None:
+            return done
+
+    def work(operation: Operation, capturing: bool) -> None:
+        for begin in range(0, len(d), step):
+            part = d
+            if step < len(d):
+                part = Descriptors(*(v[begin : begin + step] for v in (d.dst, d.src, d.sizes)))
+            try:
+                copy_engine.enqueue(
+                    part, operation.stream, capturing=capturing, pageable=pageable, edges=edges, cut=True
+                )
+            except DriverError as error:
+                if error.index is None or not begin:
+                    raise
+                raise error.at(begin + error.index) from error
+
+    return in_order(state, stream, work, pageable=pageable, refs=refs)
+
+
+def _submit_short(state: DeviceState, stream: int, d: Descriptors, refs: object) -> Completion | None:
+    batch = state.bound[_NAME].get(0)
+    if batch is None:
+        batch = state.bound[_NAME].setdefault(0, _Batch(state))
+    operation = state.books.begin(stream)
+    try:
+        with batch.lock:
+            operation.enqueued.append(stream)
+            operation.recorded = batch.run(operation, d)
+        if operation.recorded:
+            return operation.commit(refs)
+        operation.enqueued.clear()
+    except DriverError as error:
+        operation.abort()
+        if error.index is None:
+            raise
+        raise copy_engine.refused(d, d, error.index, error) from error
+    except BaseException:
+        operation.abort()
+        raise
+    operation.abort()
+    return None
 
 
 def in_order(

@@ -20,7 +20,17 @@ from kvraw.runtime.known import ends_within
 from kvraw.runtime.register import boundaries, cuts_with, note_edges, spans
 from kvraw.runtime.stream import LEGACY
 
-__all__ = ["DescriptorPlan", "Descriptors", "describe", "enqueue", "enqueue_anywhere", "holder", "merge", "split"]
+__all__ = [
+    "DescriptorPlan",
+    "Descriptors",
+    "describe",
+    "enqueue",
+    "enqueue_anywhere",
+    "holder",
+    "merge",
+    "refused",
+    "split",
+]
 
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
@@ -179,6 +189,7 @@ def _compile() -> Callable[..., int]:
 
 COMPILED: Compiled[Callable[..., int]] = Compiled("copies of the copy engine are enumerated", _compile)
 _NO_VALUES = np.zeros(0, np.int64)
+_NO_ADDRESSES = np.zeros(0, np.uint64)
 
 
 class DescriptorPlan:
@@ -203,6 +214,8 @@ class DescriptorPlan:
         *,
         apart: Sequence[U64] = (),
         edges: Sequence[int] = (),
+        joints: U64 | None = None,
+        cuts: U64 | None = None,
     ) -> Descriptors:
         """The copies for items `first` to `first + count`, as of `split(describe(...), edges)`.
 
@@ -214,16 +227,21 @@ class DescriptorPlan:
             Addresses at which no copy grows together with its neighbour, see `merge`.
         edges : sequence of int
             Addresses that no copy spans, beside the ends of registrations that kvraw made.
+        joints, cuts : numpy.ndarray, optional
+            What `apart`, and what `edges` with those ends come to, ascending and each once, where a caller keeps them.
         """
         plan = self._plan
         function = COMPILED.entry
         if function is None or not count:
             COMPILED.start()
-            return split(describe(plan, src, dst, first, count, *apart), edges)
+            more = apart if joints is None else (joints,)
+            return split(describe(plan, src, dst, first, count, *more), edges if cuts is None else cuts)
         sides = self._sides.copy()
         sides[0, 4], sides[1, 4] = src.host_index is not None, dst.host_index is not None
-        cuts = cuts_with(edges)
-        bases = np.unique(np.concatenate(apart)) if apart else _NO_VALUES
+        if cuts is None:
+            cuts = cuts_with(edges)
+        if joints is None:
+            joints = np.unique(np.concatenate(apart)) if apart else _NO_ADDRESSES
         capacity = count * plan.runs_per_item + 2 * len(cuts)
         groups: I64 = np.empty((5, count), np.int64)
         out: I64 = np.empty((3, capacity), np.int64)
@@ -235,7 +253,7 @@ class DescriptorPlan:
                 dst.bases.view(np.int64),
                 _NO_VALUES if src.host_index is None else src.host_index,
                 _NO_VALUES if dst.host_index is None else dst.host_index,
-                bases.view(np.int64),
+                joints.view(np.int64),
                 cuts.view(np.int64),
                 np.array([first, count, plan.run_bytes, capacity], np.int64),
                 groups,
@@ -280,7 +298,7 @@ def enqueue(
             try:
                 call.memcpy_async(to, at, n, stream)
             except DriverError as error:
-                raise _refused(given, d, k, error) from error
+                raise refused(given, d, k, error) from error
         return "copies one by one"
     if stream not in LEGACY and not capturing and call.batch_supported():
         most = config.MAX_BATCH.get()
@@ -291,13 +309,13 @@ def enqueue(
             except DriverError as error:
                 if error.index is None:
                     raise
-                raise _refused(given, d, begin + error.index, error) from error
+                raise refused(given, d, begin + error.index, error) from error
         return "batch"
     _one_by_one(call, given, d, stream, edges)
     return "copies one by one"
 
 
-def _refused(given: Descriptors, made: Descriptors, at: int, error: DriverError) -> DriverError:
+def refused(given: Descriptors, made: Descriptors, at: int, error: DriverError) -> DriverError:
     """The error for copy `at` of those made of what was given, with its addresses and what the driver knows of them."""
     d = driver()
     src, dst = (describe_range(d, int(v[at]), int(made.sizes[at])) for v in (made.src, made.dst))
@@ -374,5 +392,5 @@ def _one_by_one(call: CudaDriver, given: Descriptors, d: Descriptors, stream: in
             try:
                 call.memcpy_pinned_async(int(to[k]), int(src[k]), width, stream)
             except DriverError as error:
-                raise _refused(given, d, k, error) from error
+                raise refused(given, d, k, error) from error
         at += rows

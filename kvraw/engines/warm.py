@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvraw.engines import copy_engine, cpu
+from kvraw.engines import copy_engine, cpu, given
 from kvraw.engines.device_state import device_state
 from kvraw.engines.kernel import copy_kernel, kernels_barred
 from kvraw.runtime import program
@@ -39,7 +39,7 @@ def warm_up(device: int | None = None) -> None:
     >>> kvraw.warm_up()
     """
     cpu.warm_up()
-    for made in (copy_engine.COMPILED, program.COMPILED):
+    for made in (copy_engine.COMPILED, program.COMPILED, *given.COMPILED):
         made.compile()
     if device is None:
         return

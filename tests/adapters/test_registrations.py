@@ -12,7 +12,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import found, pointer_tables, sglang, sglang_direct, tensors, vllm
+from kvraw.adapters import copies, found, pointer_tables, sglang, sglang_direct, tensors, vllm
 from kvraw.adapters.lmcache import _blocks, _place
 from kvraw.engines.device_state import device_state
 from kvraw.runtime.context import DeviceScope
@@ -215,7 +215,7 @@ def test_tensors_that_are_given_other_memory_or_another_shape(w: TorchLike) -> N
 
     def make() -> Any:
         made.append(1)
-        return sglang_direct._Ready([], (0, 0), None, [])
+        return sglang_direct._Ready(copies.PlannedCopies(None, ()), (0, 0))
 
     for _ in range(2):
         sglang_direct._known(("test",), ("src", "dst"), group, group, make)

@@ -40,6 +40,7 @@ NUMBA = (
     "kvraw.engines.cpu_kernels",
     "kvraw.engines.cpu_floats",
     "kvraw.engines.descriptors_numba",
+    "kvraw.engines.given_numba",
     "kvraw.codec.cpu_kernels",
     "kvraw.codec.quantize_kernels",
     "kvraw.rope.cpu_kernels",
