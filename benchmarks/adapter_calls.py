@@ -22,6 +22,7 @@ import numpy as np
 
 import kvraw
 import kvraw.adapters.lmcache as ops
+from kvraw.adapters import tensors
 from kvraw.adapters.lmcache import _place
 from kvraw.errors import DriverError
 from kvraw.runtime import program
@@ -260,19 +261,25 @@ def null_driver() -> Iterator[NullDriver]:
     """Install it, and have programs run by compiled code on C functions that do nothing."""
     from numba import cfunc
 
+    @cfunc("int32(CPointer(uint64), int64, uint64)")  # type: ignore[untyped-decorator]
+    def number(answer: Any, what: int, address: int) -> int:
+        answer[0] = np.uint64(1) + (address >> np.uint64(36))  # as `pointer_number`
+        return 0
+
     made = cfunc("int32(int64)")(lambda a: 0)
     names = (*program.pr.CALLS.values(), "cuThreadExchangeStreamCaptureMode")
-    functions = program.DriverFunctions(dict.fromkeys(names, made.address), lambda *_: DriverError("failed", 1, ""))
-    program.warm_up()
+    addresses = dict.fromkeys(names, made.address) | {"cuPointerGetAttribute": number.address}
+    functions = program.DriverFunctions(addresses, lambda *_: DriverError("failed", 1, ""))
+    kvraw.warm_up()
     driver: Any = NullDriver()
-    known, raw = program.driver_functions, _place._raw_stream
+    known, raw = program.driver_functions, (_place._raw_stream, tensors._raw_stream)
     before: CudaDriver | None = install(driver)
     program.driver_functions = lambda d: functions if d is driver else known(d)
-    _place._raw_stream = lambda device: STREAM
+    _place._raw_stream = tensors._raw_stream = lambda device: STREAM
     try:
         yield driver
     finally:
-        program.driver_functions, _place._raw_stream = known, raw
+        program.driver_functions, (_place._raw_stream, tensors._raw_stream) = known, raw
         install(before)
 
 
@@ -295,14 +302,15 @@ def functions_of(work: Callable[[], None]) -> list[tuple[str, str]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(named: Callable[[], Iterator[tuple[str, Callable[[], None]]]] = operations) -> None:
+    """Measure operations as the arguments of the command say."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--calls", help="list the functions of operations whose names have this in them")
     options = parser.parse_args()
     with null_driver() as driver:
         print(f"{'':40} | functions | files | driver |    us |   p90")
-        for name, work in operations():
+        for name, work in named():
             if options.calls is not None and options.calls not in name:
                 continue
             for _ in range(40):  # every slot of a staging ring was used, and everything is bound

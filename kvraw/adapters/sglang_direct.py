@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.copies import PlannedCopies
+from kvraw.adapters.copies import bound_copies, copy_items
 from kvraw.arrays import I64
+from kvraw.engines.bound_copies import BoundCopies
 from kvraw.engines.given import page_starts
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import require_plain
 from kvraw.plan import CopyPlan, Side
+from kvraw.runtime.context import at_reset
 
 __all__ = ["copy_pages", "copy_tokens", "device_of", "page_indices"]
 
@@ -87,13 +89,16 @@ class _Ready(NamedTuple):
 
     Attributes
     ----------
-    copies : PlannedCopies
+    device : int or None
+        The GPU that takes part.
+    copies : BoundCopies
         The copies of one item each, a token or a page.
     most : tuple of int
         What indices of the source (of pages) and of the destination (of tokens) must be below.
     """
 
-    copies: PlannedCopies
+    device: int | None
+    copies: BoundCopies
     most: tuple[int, int]
 
 
@@ -157,7 +162,7 @@ def _forget(who: tuple[object, ...], _: object) -> None:
 
 def _places(src: Sequence[Any], dst: Sequence[Any]) -> list[object]:
     """What changes where a tensor is given other memory, or another shape, in place."""
-    return [x for group in (src, dst) for t in group for x in (t.data_ptr(), t.get_device(), t.numel(), t.stride())]
+    return [(t.data_ptr(), t.numel(), t.stride()) for group in (src, dst) for t in group]
 
 
 @lru_cache(maxsize=256)
@@ -193,22 +198,22 @@ def _token_copies(src: Sequence[Any], dst: Sequence[Any]) -> _Ready:
             size, bases = int(a.element_size()), (int(a.data_ptr()), int(b.data_ptr()))
             kind = run, int(a.stride()[0]) * size, int(b.stride()[0]) * size
             members.setdefault(kind, []).extend((bases[0] + i, bases[1] + j) for i, j in begins)
-    copies = PlannedCopies(device_of(src, dst), [*src, *dst])
+    copies = bound_copies([*src, *dst])
     for (run, *steps), ends in members.items():
         sides = [_side(step, len(ends)) for step in steps]
         plan = CopyPlan(sides[0], sides[1], layers=len(ends), planes=1, tokens=1, heads=1, run=run)
         copies.add(plan, [at for at, _ in ends], [to for _, to in ends])
-    return _Ready(copies, (min(int(t.shape[0]) for t in src), min(int(t.shape[0]) for t in dst)))
+    return _Ready(device_of(src, dst), copies, (min(int(t.shape[0]) for t in src), min(int(t.shape[0]) for t in dst)))
 
 
 def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) -> None:
     """Copy rows along the first axis, of each pair of tensors; rows that follow each other go in one piece."""
     if not len(index[0]) or not src:
         return
-    copies, most = _known(("tokens",), _LAYERS, src, dst, lambda: _token_copies(src, dst))
+    device, copies, most = _known(("tokens",), _LAYERS, src, dst, lambda: _token_copies(src, dst))
     at, to = (page_starts(NAMES[k], index[k], 1, most[k], aligned=False) for k in (0, 1))
     if copies:
-        copies(at, to, (src, dst))
+        copy_items(copies, device, at, to, (src, dst))
 
 
 def _page_copies(
@@ -240,7 +245,7 @@ def _page_copies(
         most_pages.append(p.sizes[0])
         most_tokens.append(max(min(r.sizes[0] for r in rows) - page_size + 1, 0))
         members.setdefault((p, steps.pop()[0]), []).append(plane)
-    copies = PlannedCopies(device_of(paged, layered), [*paged, *layered])
+    copies = bound_copies([*paged, *layered])
     for (p, step), planes in members.items():
         numbers = range(first_layer, first_layer + layers)
         pages = [int(paged[k].data_ptr()) + layer * p.steps[1] for k in planes for layer in numbers]
@@ -252,7 +257,9 @@ def _page_copies(
         if p.row:
             counts = {"layers": len(pages), "planes": 1, "tokens": page_size, "heads": 1}
             copies.add(CopyPlan(sides[0], sides[1], **counts, run=p.row), *bases)
-    return _Ready(copies, (min(most_pages, default=0) * page_size, min(most_tokens, default=0)))
+    return _Ready(
+        device_of(paged, layered), copies, (min(most_pages, default=0) * page_size, min(most_tokens, default=0))
+    )
 
 
 def copy_pages(
@@ -266,7 +273,7 @@ def copy_pages(
 ) -> None:
     """Copy pages between page-major buffers [page, layer, token, ...] and per-layer buffers [token, ...]."""
     names, index_names = (("dst_ptrs", "src_ptrs"), NAMES[::-1]) if to_pages else (("src_ptrs", "dst_ptrs"), NAMES)
-    copies, most = _known(
+    device, copies, most = _known(
         (first_layer, page_size, to_pages),
         names,
         paged,
@@ -277,4 +284,4 @@ def copy_pages(
         return
     pages = page_starts(index_names[0], paged_indices, page_size, most[0], aligned=True)
     tokens = page_starts(index_names[1], layered_indices, page_size, most[1], aligned=False)
-    copies(*((tokens, pages) if to_pages else (pages, tokens)), (paged, layered))
+    copy_items(copies, device, *((tokens, pages) if to_pages else (pages, tokens)), (paged, layered))

@@ -15,6 +15,7 @@ from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.indexed import IndexedLaunch
 from kvraw.engines.kernel import KernelPlan
 from kvraw.engines.operands import DeviceTable, Operands
+from kvraw.engines.places import find_ranges
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.plain import fault, unusable
 from kvraw.plan import CopyPlan
@@ -96,7 +97,7 @@ def _on_device(name: str, end: End, side: PlacedSide, layers: int, device: int) 
     """The addresses of an end as the device sees them."""
     if end[0] != "table" or isinstance(side.bases, DeviceTable):
         return side.bases
-    found = tensors.find_ranges(_host_table(end[2], layers), 1)
+    found = find_ranges(_host_table(end[2], layers), 1)
     if found.pageable:
         raise PlacementError(f"{name}: an address in its table is pageable host memory")
     apart = found.devices - {device}

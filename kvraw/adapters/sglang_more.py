@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.copies import HostRanges, send
+from kvraw.adapters.copies import copy_ranges
 from kvraw.adapters.sglang_direct import device_of
 from kvraw.adapters.sglang_kernel import INTS, WARPS, transfer
 from kvraw.arrays import I64, index_vector
-from kvraw.batch import memcpy_batch
 from kvraw.engines.copy_engine import Descriptors
-from kvraw.engines.given import join
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import require_memory
 from kvraw.plan import CopyPlan, Side
@@ -173,12 +171,8 @@ def transfer_embedding_ranges_direct(
         np.uint64(t.data_ptr()) + begin.astype(np.uint64) * np.uint64(rows[0])
         for t, begin in zip((src, dst), starts, strict=True)
     )
-    given, device = Descriptors(to, at, counts.astype(np.uint64) * np.uint64(rows[0])), device_of((src, dst))
-    if device is None:
-        memcpy_batch(given.dst, given.src, given.sizes)
-        return
-    ranges = HostRanges((src, dst))
-    send(device, ranges, lambda: join(given, ranges.cuts), (src, dst))
+    copies = Descriptors(to, at, counts.astype(np.uint64) * np.uint64(rows[0]))
+    copy_ranges(copies, device_of((src, dst)), (src, dst))
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:

@@ -5,19 +5,20 @@ A kernel packs pages into the caller's staging memory in the host's own order; w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.copies import PlannedCopies
+from kvraw.adapters.copies import bound_copies, copy_items
 from kvraw.adapters.found import raise_found
-from kvraw.adapters.sglang_kernel import INTS, WARPS, End, Numbers, default_quota, ids_on_device, launch, transfer
-from kvraw.arrays import I64
+from kvraw.adapters.sglang_kernel import INTS, WARPS, default_quota, ids_on_device, launch, transfer
+from kvraw.engines.bound_copies import BoundCopies
 from kvraw.engines.given import page_starts
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.plain import require_memory
 from kvraw.plan import CopyPlan, Side
+from kvraw.runtime.context import at_reset
 
 __all__ = [
     "can_use_hicache_jit_kernel",
@@ -25,6 +26,8 @@ __all__ = [
     "transfer_hicache_all_layer_mla_staged_lf_pf",
     "transfer_hicache_all_layer_staged_lf_pf",
 ]
+
+_MOST = 64
 
 
 def can_use_hicache_jit_kernel(*, element_size: int, unroll: int | None = None, block_quota: int | None = None) -> bool:
@@ -81,13 +84,43 @@ def transfer_hicache_all_layer_mla_staged_lf_pf(
 def _tokens(name: str, group: tuple[Any, ...], token: int) -> int:
     """Tokens that each of these holds."""
     for t in group:
-        require_memory(name, t)
         if not t.is_contiguous() or t.numel() * t.element_size() != t.shape[0] * token:
             raise LayoutError(
                 f"{name} has shape {tuple(t.shape)}, strides {tuple(t.stride())}; must be tokens of {token} bytes, "
                 f"without gaps"
             )
     return min(int(t.shape[0]) for t in group)
+
+
+class _Places(NamedTuple):
+    """Tokens that the destination and, in whole pages, the staging memory hold, and copies between these."""
+
+    held: int
+    room: int
+    copies: BoundCopies
+
+
+_known: dict[tuple[object, ...], _Places] = {}
+at_reset(_known.clear)
+
+
+def _places(staging: tuple[Any, ...], dst: tuple[Any, ...], token: int, page_size: int) -> _Places:
+    """What is known of tensors at their places."""
+    for name, group in (("dst", dst), ("staging", staging)):
+        for t in group:
+            require_memory(name, t)
+    key = token, page_size, *[(t.data_ptr(), t.get_device(), t.shape, t.stride(), t.dtype) for t in (*staging, *dst)]
+    known = _known.get(key)
+    if known is None:
+        room = _tokens("staging", staging, token) // page_size * page_size
+        side = Side(outer=page_size * token, table_layer=1, entries=len(dst))
+        copies = bound_copies(dst)
+        plan = CopyPlan(side, side, layers=len(dst), planes=1, tokens=1, heads=1, run=side.outer)
+        copies.add(plan, [int(t.data_ptr()) for t in staging], [int(t.data_ptr()) for t in dst])
+        if len(_known) >= _MOST:
+            _known.clear()
+        known = _known[key] = _Places(_tokens("dst", dst, token), room, copies)
+    return known
 
 
 def _staged(
@@ -116,7 +149,7 @@ def _staged(
     numbers, token = (size, layers, 0, 1, 1), size * layers
     if not count or not layers:
         return
-    held, room = _tokens("dst", dst, token), _tokens("staging", staging, token) // page_size * page_size
+    held, room, copies = _places(staging, dst, token, page_size)
     values = tensors.index_array(dst_indices, "dst_indices")
     pages = page_starts("dst_indices", values, page_size, held - page_size + 1, aligned=True)
     blocks, source = quota or default_quota(quota), ("table", 0, src)
@@ -125,30 +158,13 @@ def _staged(
         return
     if not room or not all(t.is_cuda for t in staging):
         raise PlacementError(f"staging holds {room} tokens in whole pages, must hold a page on the GPU")
-    _by_pages(source, ("pf", token, staging), dst, src_indices, pages, room, page_size, numbers, blocks)
-
-
-def _by_pages(
-    source: End,
-    staging: End,
-    dst: tuple[Any, ...],
-    src_indices: Any,
-    pages: I64,
-    room: int,
-    page_size: int,
-    numbers: Numbers,
-    quota: int,
-) -> None:
-    device, count, index = int(src_indices.get_device()), len(pages) * page_size, ids_on_device(src_indices)
-    copies = PlannedCopies(device, [*staging[2], *dst])
-    side = Side(outer=page_size * staging[1], table_layer=1, entries=len(dst))
-    plan = CopyPlan(side, side, layers=len(dst), planes=1, tokens=1, heads=1, run=side.outer)
-    copies.add(plan, [int(t.data_ptr()) for t in staging[2]], [int(t.data_ptr()) for t in dst])
+    index, end = ids_on_device(src_indices), ("pf", token, staging)
+    device = int(src_indices.get_device())
     # Once: what a part of this operation finds stops no other part.
     raise_found(device, tensors.current_stream(device))
     for begin in range(0, count, room):  # the stream's order keeps a part's copies before the next part's kernel
         many = min(room, count - begin)
         part = index[0] + begin * index[1], index[1], index[2]
-        launch(source, staging, numbers, quota, WARPS, device, part, (0, 0, None), many, raising=False)
+        launch(source, end, numbers, blocks, WARPS, device, part, (0, 0, None), many, raising=False)
         to = pages[begin // page_size : (begin + many) // page_size]
-        copies(np.arange(len(to)), to, (staging, dst), raising=False)
+        copy_items(copies, device, np.arange(len(to)), to, (staging, dst), raising=False)

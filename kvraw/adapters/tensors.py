@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,16 +13,13 @@ from kvraw.engines.device_state import device_state
 from kvraw.errors import DriverError, LayoutError, PlacementError
 from kvraw.plain import unusable
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver, driver_or_none
-from kvraw.runtime.memory import Over, locate, locate_all
+from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import locate
 
 __all__ = [
-    "Ranges",
     "Span",
     "current_stream",
     "dtype_name",
-    "ends_around",
-    "find_ranges",
     "host_values",
     "index_array",
     "mapped_address",
@@ -161,99 +158,6 @@ def span(tensor: Any) -> Span:
     """The range that a tensor's elements lie in."""
     reached = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.data_ptr()), (int(reached) + 1) * int(tensor.element_size()) if tensor.numel() else 0
-
-
-def ends_around(address: int, nbytes: int) -> list[int]:
-    """Where pinned memory begins and ends in a range that counts as pageable, but for islands inside it."""
-    call = driver_or_none()
-    if call is None:
-        return []
-    found = [call.pointer_info(at) for at in (address, address + nbytes - 1)]
-    return [edge for info in found if info is not None for edge in (info.base, info.base + info.size)]
-
-
-class Ranges(NamedTuple):
-    """Where ranges of memory lie.
-
-    Attributes
-    ----------
-    seen : numpy.ndarray of uint64
-        Their addresses as a GPU sees them; 0 where a range is pageable.
-    devices : frozenset of int
-        The devices that hold some of them.
-    link, pageable : bool
-        Host memory is among them; pageable memory is.
-    edges : tuple of int
-        Where allocations and registrations that they lie in end: copies of neighbours must not grow over one.
-    over : Over or None
-        A range that goes over the end of device memory.
-    """
-
-    seen: U64
-    devices: frozenset[int]
-    link: bool = False
-    pageable: bool = False
-    edges: tuple[int, ...] = ()
-    over: Over | None = None
-
-
-def find_ranges(addresses: U64, nbytes: int | U64) -> Ranges:
-    """Where ranges lie, of one size or one each, with one question to the driver per allocation; at least one range."""
-    low = int(np.minimum.reduce(addresses))
-    if isinstance(nbytes, int):
-        high = int(np.maximum.reduce(addresses)) + nbytes
-    else:
-        high = int(np.maximum.reduce(addresses + nbytes))
-    call = driver_or_none()
-    info = None if call is None else call.pointer_info(low)
-    if call is None or info is None:
-        return _find_slowly(addresses, nbytes)
-    stop = info.base + info.size
-    devices, link, edges = set(), False, list[int]()
-    ascending: U64 | None = None
-    at = 0
-    while True:
-        if info.kind != "host":
-            devices.add(info.device)
-        elif info.device_address != low:
-            return _find_slowly(addresses, nbytes)  # the GPU sees it elsewhere
-        else:
-            link = True
-        edges.append(stop)
-        if high <= stop:
-            return Ranges(addresses, frozenset(devices), link, edges=tuple(edges))
-        if ascending is None:
-            order = np.argsort(addresses)
-            ascending = addresses[order]
-            ends = ascending + (np.uint64(nbytes) if isinstance(nbytes, int) else nbytes[order])
-        begin, at = at, int(ascending.searchsorted(np.uint64(stop)))
-        if int(np.maximum.reduce(ends[begin:at])) > stop:
-            return _find_slowly(addresses, nbytes)  # over the end of an allocation: another may follow
-        low = int(ascending[at])
-        info = call.pointer_info(low)
-        if info is None:
-            return _find_slowly(addresses, nbytes)
-        stop = info.base + info.size
-
-
-def _find_slowly(addresses: U64, nbytes: int | U64) -> Ranges:
-    seen, devices, edges = np.zeros_like(addresses), np.full(len(addresses), -1, np.int64), list[int]()
-    over: Over | None = None
-    sizes = [nbytes] if isinstance(nbytes, int) else np.unique(nbytes).tolist()
-    for size in sizes:
-        mine = slice(None) if isinstance(nbytes, int) else nbytes == size
-        found = locate_all(addresses[mine], size)
-        seen[mine], devices[mine] = found.seen, found.devices
-        edges += found.edges
-        if found.over is not None:
-            at = found.over.at if isinstance(nbytes, int) else int(np.flatnonzero(nbytes == size)[found.over.at])
-            if over is None or at < over.at:
-                over = found.over._replace(at=at)
-        if found.pageable:
-            for address in addresses[mine][found.seen == 0].tolist():
-                edges += ends_around(address, size)
-    held = frozenset(d for d in np.unique(devices).tolist() if d >= 0)
-    return Ranges(seen, held, bool((devices < 0).any()), not seen.all(), tuple(set(edges)), over)
 
 
 def host_values(tensor: Any, name: str = "indices") -> I64:

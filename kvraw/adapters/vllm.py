@@ -7,43 +7,69 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.found import raise_found
-from kvraw.adapters.sglang_batch import enqueue
+from kvraw.adapters.copies import bound_copies, copy_items
+from kvraw.adapters.found import pending, raise_found
 from kvraw.adapters.sglang_direct import device_of
 from kvraw.addresses import require_addresses
-from kvraw.arrays import U64, IndexVector
+from kvraw.arrays import I64, U64, IndexVector
 from kvraw.batch import memcpy_batch
 from kvraw.checks import integer
-from kvraw.engines import copy_engine
+from kvraw.engines.aside import submit
+from kvraw.engines.bound_copies import BoundCopies
 from kvraw.engines.copy_engine import Descriptors, holder
-from kvraw.engines.device_state import device_state
+from kvraw.engines.device_state import DeviceState, device_state
+from kvraw.engines.given import extremes, join, page_starts
 from kvraw.engines.operands import Operands
+from kvraw.engines.places import Ranges, find_ranges
 from kvraw.errors import BoundsError, DriverError, LayoutError, PlacementError
 from kvraw.plain import require_memory, unusable
 from kvraw.plan import CopyPlan, Side
-from kvraw.prepared import PreparedCopy, Reached
-from kvraw.runtime.context import DeviceScope
+from kvraw.prepared import PreparedCopy
+from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.driver import driver
+from kvraw.runtime.register import cuts_with
 
 __all__ = ["swap_blocks", "swap_blocks_batch"]
 
 _NAMES = ("block_mapping[:, 0]", "block_mapping[:, 1]")
 MOST_VARIABLE = "VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS"
 _FEW = 4  # sizes that are worth a plan each
+_MOST = 256
 
 
-@lru_cache(maxsize=256)
-def _blocks(
-    nbytes: int, steps: tuple[int, int], limits: tuple[int, int], device: int | None, engine: str
-) -> PreparedCopy:
-    src, dst = (Side(outer=step, limit=limit) for step, limit in zip(steps, limits, strict=True))
-    plan = CopyPlan(src, dst, layers=1, planes=1, tokens=1, heads=1, run=nbytes)
-    return PreparedCopy(plan, device=device, engine=engine, index_names=_NAMES)
+class _Swap(NamedTuple):
+    """What swaps blocks of two tensors: by the kernel, and by the copy engine."""
+
+    kernel: PreparedCopy | None
+    copies: BoundCopies
+    places: tuple[U64, U64]
+    limits: tuple[int, int]
+
+
+_swaps: dict[tuple[object, ...], _Swap] = {}
+at_reset(_swaps.clear)
+
+
+def _swap(src: Any, dst: Any, nbytes: int, device: int | None) -> _Swap:
+    ends = _rows("src", src, nbytes), _rows("dst", dst, nbytes)
+    key = src.data_ptr(), dst.data_ptr(), ends, nbytes, device, src.is_cuda, dst.is_cuda
+    known = _swaps.get(key)
+    if known is None:
+        sides = [Side(outer=step, limit=limit) for step, limit, _ in ends]
+        plan = CopyPlan(sides[0], sides[1], layers=1, planes=1, tokens=1, heads=1, run=nbytes)
+        copies = bound_copies((src, dst))
+        copies.add(plan, [int(src.data_ptr())], [int(dst.data_ptr())])
+        kernel = None if device is None else PreparedCopy(plan, device=device, index_names=_NAMES)
+        if len(_swaps) >= _MOST:
+            _swaps.clear()
+        places = np.array([src.data_ptr(), dst.data_ptr()], np.uint64), np.array([e[2] for e in ends], np.uint64)
+        known = _swaps[key] = _Swap(kernel, copies, places, (ends[0][1], ends[1][1]))
+    return known
 
 
 @lru_cache(maxsize=256)
@@ -110,25 +136,35 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
     mapping = mapping.astype(np.int64, copy=False)
     for name, t in (("src", src), ("dst", dst)):
         require_memory(name, t)
-    device, ends = (
-        device_of((src, dst)),
-        (_rows("src", src, block_size_in_bytes), _rows("dst", dst, block_size_in_bytes)),
+    device = device_of((src, dst))
+    swap = _swap(src, dst, block_size_in_bytes, device)
+    at, to = (
+        page_starts(_NAMES[k], np.ascontiguousarray(mapping[:, k]), 1, swap.limits[k], aligned=False) for k in (0, 1)
     )
-    steps, limits, spans = (ends[0][0], ends[1][0]), (ends[0][1], ends[1][1]), (ends[0][2], ends[1][2])
-    bases: list[Any] = [np.array([t.data_ptr()], np.uint64) for t in (src, dst)]
-    engine, stream = "auto", None
-    if device is not None:
-        stream = tensors.current_stream(device)
-        raise_found(device, stream)
-        found = [tensors.find_ranges(base, span) for base, span in zip(bases, spans, strict=True)]
-        for name, one in zip(("src", "dst"), found, strict=True):
-            if one.over is not None:
-                raise one.over.error(name)
-        bases = [Reached(b, f.seen, f.link, f.edges, f.pageable) for b, f in zip(bases, found, strict=True)]
-        engine = "copy" if found[0].pageable or found[1].pageable else "auto"
-    index = [IndexVector(np.ascontiguousarray(column), 0, len(column)) for column in mapping.T]
-    copy = _blocks(block_size_in_bytes, steps, limits, device, engine)
-    copy(bases[0], bases[1], len(mapping), src_index=index[0], dst_index=index[1], stream=stream, refs=(src, dst))
+    if not len(at):
+        return
+    if device is not None and swap.kernel is not None:
+        stream, state = tensors.current_stream(device), device_state(device)
+        if pending(state):
+            raise_found(device, stream)
+        found = find_ranges(*swap.places)
+        if found.over is not None:
+            raise found.over.error(("src", "dst")[found.over.at])
+        if not found.pageable and _swap_by_kernel(swap.kernel, state, found, at, to, stream, (src, dst)):
+            return
+    copy_items(swap.copies, device, at, to, (src, dst), raising=False)
+
+
+def _swap_by_kernel(
+    kernel: PreparedCopy, state: DeviceState, found: Ranges, at: I64, to: I64, stream: int, refs: object
+) -> bool:
+    with DeviceScope(state.device):
+        capturing = driver().stream_capturing(stream)
+        if kernel.choose(found.link, True, capturing, len(at)) == "copy":
+            return False
+        ends = [Operands(found.seen[k : k + 1], IndexVector(i, 0, len(i))) for k, i in enumerate((at, to))]
+        kernel.launch(state, ends[0], ends[1], len(at), stream, link=found.link, captured=capturing, refs=refs)
+    return True
 
 
 def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False) -> None:
@@ -158,7 +194,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         )
     if not len(nbytes):
         return
-    least, largest = int(np.minimum.reduce(nbytes)), int(np.maximum.reduce(nbytes))
+    least, largest = extremes(nbytes)
     if largest >= 1 << 62:
         at = int(nbytes.argmax())
         raise BoundsError(f"sizes[{at}] is {int(nbytes[at : at + 1].view(np.int64)[0])}, must be in [0, 2**62)")
@@ -169,7 +205,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         if not len(nbytes):
             return
     reach = largest if least == largest else nbytes
-    found = tensors.find_ranges(source, reach), tensors.find_ranges(target, reach)
+    found = find_ranges(source, reach), find_ranges(target, reach)
     for name, one in zip(("src_ptrs", "dst_ptrs"), found, strict=True):
         if one.over is not None:
             at = int(np.flatnonzero(given.sizes)[one.over.at])
@@ -177,28 +213,35 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     devices = found[0].devices | found[1].devices
     if len(devices) > 1:
         raise PlacementError(f"the memory lies on devices {sorted(devices)}, must lie on one and the host")
-    if not devices:
+    pageable = found[0].pageable or found[1].pageable
+    if pageable or not devices:
         _check_addresses(given)
+    if not devices:
         for name, vector in (("src_ptrs", source), ("dst_ptrs", target)):
             require_addresses(name, vector, nbytes)
         memcpy_batch(target, source, nbytes)
         return
     (device,) = devices
-    stream, edges = tensors.current_stream(device), found[0].edges + found[1].edges
-    raise_found(device, stream)
-    if found[0].pageable or found[1].pageable:
-        _check_addresses(given)
-        enqueue(Descriptors(target, source, nbytes), device, pageable=True, edges=edges, raising=False)
-        return
-    left = _by_kernel(found, nbytes, [largest] if least == largest else _kinds(nbytes), device, stream)
-    if left is not None:
-        source, target, nbytes = source[left], target[left], nbytes[left]
-    merged = copy_engine.merge(Descriptors(target, source, nbytes))
-    try:
-        enqueue(merged, device, edges=edges, most=_most_descriptors(), raising=False)
-    except DriverError as error:
-        entry = None if error.index is None else holder(given, merged, error.index)
-        raise error.at(entry) from error
+    stream, state = tensors.current_stream(device), device_state(device)
+    if pending(state):
+        raise_found(device, stream)
+    with DeviceScope(device):
+        if not pageable:
+            sizes_there = [largest] if least == largest else _kinds(nbytes)
+            left = _by_kernel(state, found, nbytes, sizes_there, stream)
+            if left is not None and not left.any():
+                return
+            if left is not None:
+                source, target, nbytes = source[left], target[left], nbytes[left]
+        edges = found[0].edges + found[1].edges
+        merged = join(Descriptors(target, source, nbytes), cuts_with(edges))
+        try:
+            submit(
+                state, stream, merged, pageable=pageable, edges=edges, most=None if pageable else _most_descriptors()
+            )
+        except DriverError as error:
+            entry = None if error.index is None else holder(given, merged, error.index)
+            raise error.at(entry) from error
 
 
 def _check_addresses(given: Descriptors) -> None:
@@ -210,22 +253,21 @@ def _check_addresses(given: Descriptors) -> None:
 
 
 def _by_kernel(
-    found: tuple[tensors.Ranges, tensors.Ranges], nbytes: U64, kinds: list[int], device: int, stream: int
+    state: DeviceState, found: tuple[Ranges, Ranges], nbytes: U64, kinds: list[int], stream: int
 ) -> np.ndarray[Any, Any] | None:
     """Copy what the kernel is faster at; which entries it left, or None for all of them."""
     link, left = found[0].link or found[1].link, None
-    with DeviceScope(device):
-        capturing = driver().stream_capturing(stream)
-        for size in kinds:
-            copy = _pieces(size, device)
-            mine = None if len(kinds) == 1 else nbytes == size
-            count = len(nbytes) if mine is None else int(np.count_nonzero(mine))
-            if copy.choose(link, True, capturing, count) == "copy":
-                continue
-            ends = [Operands(one.seen if mine is None else one.seen[mine]) for one in found]
-            copy.launch(device_state(device), ends[0], ends[1], count, stream, link=link, captured=capturing)
-            gone = np.ones(count, bool) if mine is None else mine
-            left = ~gone if left is None else left & ~gone
+    capturing = state.owner.stream_capturing(stream)
+    for size in kinds:
+        copy = _pieces(size, state.device)
+        mine = None if len(kinds) == 1 else nbytes == size
+        count = len(nbytes) if mine is None else int(np.count_nonzero(mine))
+        if copy.choose(link, True, capturing, count) == "copy":
+            continue
+        ends = [Operands(one.seen if mine is None else one.seen[mine]) for one in found]
+        copy.launch(state, ends[0], ends[1], count, stream, link=link, captured=capturing)
+        gone = np.ones(count, bool) if mine is None else mine
+        left = ~gone if left is None else left & ~gone
     return left
 
 

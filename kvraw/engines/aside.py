@@ -14,7 +14,7 @@ from kvraw.runtime.inflight import Completion, Operation
 from kvraw.runtime.program import Commands, Program
 from kvraw.runtime.stream import LEGACY
 
-__all__ = ["in_order", "submit"]
+__all__ = ["fits", "in_order", "submit", "submit_short"]
 
 # Copies that are handed over with the GIL kept, as one program: below 1 ms.
 _SHORT = 2048
@@ -33,12 +33,12 @@ class _Batch:
         c.record(event, stream)
         self.lock, self._program, self._at = fork.lock(), Program(c, state.owner), first.index
 
-    def run(self, operation: Operation, d: Descriptors) -> bool:
+    def run(self, operation: Operation, addresses: tuple[int, int, int], count: int) -> bool:
         """Enqueue copies and the operation's event; False where a capture is in progress on its stream."""
         values, at = self._program.values, self._at
         assert operation.event is not None
-        values[at], values[at + 1], values[at + 5] = operation.stream, operation.event, len(d)
-        values[at + 2], values[at + 3], values[at + 4] = d.dst.ctypes.data, d.src.ctypes.data, d.sizes.ctypes.data
+        values[at], values[at + 1], values[at + 5] = operation.stream, operation.event, count
+        values[at + 2], values[at + 3], values[at + 4] = addresses
         return self._program.run()
 
 
@@ -70,10 +70,15 @@ def submit(
     DriverError
         The driver refused; `index` is the failing copy, where it told. Copies before it may have been enqueued.
     """
-    step = most or len(d)
-    short = len(d) <= min(_SHORT, step, config.MAX_BATCH.get())
-    if short and not pageable and stream not in LEGACY and state.owner.batch_supported():
-        done = _submit_short(state, stream, d, refs)
+    step, count = most or len(d), len(d)
+    if not pageable and fits(state, stream, min(count, step)) and count <= step:
+        addresses = int(d.dst.ctypes.data), int(d.src.ctypes.data), int(d.sizes.ctypes.data)
+        try:
+            done = submit_short(state, stream, addresses, count, refs)
+        except DriverError as error:
+            if error.index is None:
+                raise
+            raise copy_engine.refused(d, d, error.index, error) from error
         if done is not None:
             return done
 
@@ -94,23 +99,29 @@ def submit(
     return in_order(state, stream, work, pageable=pageable, refs=refs)
 
 
-def _submit_short(state: DeviceState, stream: int, d: Descriptors, refs: object) -> Completion | None:
-    batch = state.bound[_NAME].get(0)
-    if batch is None:
-        batch = state.bound[_NAME].setdefault(0, _Batch(state))
+def fits(state: DeviceState, stream: int, count: int) -> bool:
+    """Whether that many copies go to a stream as one short call."""
+    short = count <= _SHORT and count <= config.MAX_BATCH.get()
+    return short and stream not in LEGACY and state.owner.batch_supported()
+
+
+def submit_short(
+    state: DeviceState, stream: int, addresses: tuple[int, int, int], count: int, refs: object
+) -> Completion | None:
+    """Enqueue copies that `fits` by the addresses of their destinations, sources and sizes; see `submit`.
+
+    None, and nothing is enqueued, where a capture is in progress on the stream.
+    """
+    known = state.bound[_NAME]
+    batch = known.get(0) or known.setdefault(0, _Batch(state))
     operation = state.books.begin(stream)
     try:
         with batch.lock:
             operation.enqueued.append(stream)
-            operation.recorded = batch.run(operation, d)
+            operation.recorded = batch.run(operation, addresses, count)
         if operation.recorded:
             return operation.commit(refs)
         operation.enqueued.clear()
-    except DriverError as error:
-        operation.abort()
-        if error.index is None:
-            raise
-        raise copy_engine.refused(d, d, error.index, error) from error
     except BaseException:
         operation.abort()
         raise

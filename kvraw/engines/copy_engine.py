@@ -204,6 +204,36 @@ class DescriptorPlan:
         self._sides: I64 = np.array([(s.outer, s.inner, s.page, s.table_outer, 0) for s in sides], np.int64)
         dims = [(d.size, d.src, d.dst, d.src_table, d.dst_table) for d in reversed(plan.dims)]
         self._dims: I64 = np.array(dims, np.int64).reshape(-1, 5)
+        self._indexed = self._sides.copy()
+        self._indexed[:, 4] = 1
+        self.runs_per_item = plan.runs_per_item
+
+    def write(
+        self, bases: tuple[U64, U64], index: tuple[I64, I64], joints: U64, cuts: U64, rooms: I64, out: I64
+    ) -> int:
+        """Write the copies for all items of the indices of both sides to `out`, as `__call__` makes them.
+
+        Returns how many, or -1 where it is too short. The function must have been compiled. `out` has rows of
+        destinations, sources and sizes; `rooms` has five rows of as many values as items at least.
+        """
+        return self._write(self._indexed, bases, index, joints, cuts, (0, len(index[0])), rooms, out)
+
+    def _write(
+        self,
+        sides: I64,
+        bases: tuple[U64, U64],
+        index: tuple[I64, I64],
+        joints: U64,
+        cuts: U64,
+        items: tuple[int, int],
+        rooms: I64,
+        out: I64,
+    ) -> int:
+        assert COMPILED.entry is not None
+        tables = bases[0].view(np.int64), bases[1].view(np.int64)
+        parameters = np.array([*items, self._plan.run_bytes, out.shape[1]], np.int64)
+        addresses = joints.view(np.int64), cuts.view(np.int64)
+        return COMPILED.entry(sides, self._dims, *tables, *index, *addresses, parameters, rooms, out)
 
     def __call__(
         self,
@@ -231,8 +261,7 @@ class DescriptorPlan:
             What `apart`, and what `edges` with those ends come to, ascending and each once, where a caller keeps them.
         """
         plan = self._plan
-        function = COMPILED.entry
-        if function is None or not count:
+        if COMPILED.entry is None or not count:
             COMPILED.start()
             more = apart if joints is None else (joints,)
             return split(describe(plan, src, dst, first, count, *more), edges if cuts is None else cuts)
@@ -245,20 +274,10 @@ class DescriptorPlan:
         capacity = count * plan.runs_per_item + 2 * len(cuts)
         groups: I64 = np.empty((5, count), np.int64)
         out: I64 = np.empty((3, capacity), np.int64)
+        given = [_NO_VALUES if o.host_index is None else o.host_index for o in (src, dst)]
         while True:
-            made = function(
-                sides,
-                self._dims,
-                src.bases.view(np.int64),
-                dst.bases.view(np.int64),
-                _NO_VALUES if src.host_index is None else src.host_index,
-                _NO_VALUES if dst.host_index is None else dst.host_index,
-                joints.view(np.int64),
-                cuts.view(np.int64),
-                np.array([first, count, plan.run_bytes, capacity], np.int64),
-                groups,
-                out,
-            )
+            index = given[0], given[1]
+            made = self._write(sides, (src.bases, dst.bases), index, joints, cuts, (first, count), groups, out)
             if made >= 0:
                 break
             capacity *= 2

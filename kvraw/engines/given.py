@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,29 +12,39 @@ from kvraw.engines.copy_engine import Descriptors, merge, split
 from kvraw.errors import BoundsError
 from kvraw.runtime.compiled import Compiled
 
-__all__ = ["COMPILED", "first_uncovered", "join", "page_starts"]
+__all__ = ["COMPILED", "extremes", "first_uncovered", "join", "page_starts"]
 
 
-def _made(name: str) -> Callable[[], Callable[..., int]]:
-    def make() -> Callable[..., int]:
-        from kvraw.engines import given_numba
-
-        function: Callable[..., int] = getattr(given_numba, name)()
-        return function
-
-    return make
+class _Functions(NamedTuple):
+    page_starts: Callable[..., int]
+    cover: Callable[..., int]
+    join: Callable[..., int]
+    extremes: Callable[..., int]
 
 
-_WHAT = "vectors of callers are looked through"
-COMPILED = _page_starts, _cover, _join = tuple(
-    Compiled(_WHAT, _made(name)) for name in ("page_starts", "cover", "join")
-)
+def _compile() -> _Functions:
+    from kvraw.engines import given_numba as made
+
+    return _Functions(made.page_starts(), made.cover(), made.join(), made.extremes())
 
 
-def _entry(compiled: Compiled[Any]) -> Any:
-    if compiled.entry is None:
-        compiled.start()
-    return compiled.entry
+COMPILED: Compiled[_Functions] = Compiled("vectors of callers are looked through", _compile)
+
+
+def _functions() -> _Functions | None:
+    if COMPILED.entry is None:
+        COMPILED.start()
+    return COMPILED.entry
+
+
+def extremes(values: U64) -> tuple[int, int]:
+    """The least and the largest of some values, at least one."""
+    made = _functions()
+    if made is None:
+        return int(values.min()), int(values.max())
+    found: U64 = np.empty(2, np.uint64)
+    made.extremes(values, found)
+    return int(found[0]), int(found[1])
 
 
 def page_starts(name: str, values: I64, page: int, limit: int, *, aligned: bool) -> I64:
@@ -47,8 +57,8 @@ def page_starts(name: str, values: I64, page: int, limit: int, *, aligned: bool)
         outside.
     """
     out: I64 = np.empty(len(values) // page, np.int64)
-    function = _entry(_page_starts)
-    wrong = (_page_starts_slowly if function is None else function)(values, page, aligned, limit, out)
+    made = _functions()
+    wrong = (_page_starts_slowly if made is None else made.page_starts)(values, page, aligned, limit, out)
     if wrong < 0:
         return out
     at, outside = wrong // 2 * page, wrong % 2
@@ -77,9 +87,9 @@ def first_uncovered(addresses: U64, sizes: U64, begin: int, starts: U64, stops: 
     Those that hold ranges are marked in `met`, of uint8. A range of no bytes lies anywhere; `sizes` holds one for all,
     or one each.
     """
-    function = _entry(_cover)
-    if function is not None:
-        return int(function(addresses, sizes, begin, starts, stops, met))
+    made = _functions()
+    if made is not None:
+        return int(made.cover(addresses, sizes, begin, starts, stops, met))
     if not len(starts):
         some = np.flatnonzero(np.broadcast_to(sizes, addresses.shape)[begin:])
         return begin + int(some[0]) if len(some) else -1
@@ -96,8 +106,8 @@ def first_uncovered(addresses: U64, sizes: U64, begin: int, starts: U64, stops: 
 
 def join(d: Descriptors, cuts: U64) -> Descriptors:
     """Copies with neighbours joined and none that spans one of some ascending addresses; those of no bytes left out."""
-    function = _entry(_join)
-    if function is None:
+    made = _functions()
+    if made is None:
         kept = d.sizes > 0
         if not kept.all():
             d = Descriptors(d.dst[kept], d.src[kept], d.sizes[kept])
@@ -105,7 +115,7 @@ def join(d: Descriptors, cuts: U64) -> Descriptors:
     capacity = len(d) + 2 * len(cuts)
     while True:
         out: U64 = np.empty((3, capacity), np.uint64)
-        made = function(d.dst, d.src, d.sizes, cuts, out)
-        if made >= 0:
-            return Descriptors(out[0, :made], out[1, :made], out[2, :made])
+        n = made.join(d.dst, d.src, d.sizes, cuts, out)
+        if n >= 0:
+            return Descriptors(out[0, :n], out[1, :n], out[2, :n])
         capacity *= 2

@@ -9,7 +9,7 @@ from numba.core import types
 
 from kvraw.runtime.jit import jit
 
-__all__ = ["cover", "join", "page_starts"]
+__all__ = ["cover", "extremes", "join", "page_starts"]
 
 IN_ORDER, NO_PAGE, OUTSIDE = -1, 0, 1  # of `page_starts`: the rest of what it returns divided by 2 is the page
 
@@ -114,6 +114,15 @@ def _join_source(dst: Any, src: Any, sizes: Any, cuts: Any, out: Any) -> Any:
     return n
 
 
+def _extremes_source(values: Any, out: Any) -> Any:
+    """The least and the largest of some values, written to `out`."""
+    least = largest = values[0]
+    for k in range(1, len(values)):
+        least, largest = min(least, values[k]), max(largest, values[k])
+    out[0], out[1] = least, largest
+    return 0
+
+
 def _compile(source: Any, *kinds: Any) -> Any:
     return jit(source, nogil=False).compile(kinds)
 
@@ -134,3 +143,8 @@ def cover() -> Any:
 def join() -> Any:
     """The same for `_join_source`."""
     return _compile(_join_source, _WORDS, _WORDS, _WORDS, _WORDS, types.Array(types.uint64, 2, "C"))
+
+
+def extremes() -> Any:
+    """The same for `_extremes_source`."""
+    return _compile(_extremes_source, _WORDS, _WORDS)

@@ -39,7 +39,7 @@ def warm_up(device: int | None = None) -> None:
     >>> kvraw.warm_up()
     """
     cpu.warm_up()
-    for made in (copy_engine.COMPILED, program.COMPILED, *given.COMPILED):
+    for made in (copy_engine.COMPILED, program.COMPILED, given.COMPILED):
         made.compile()
     if device is None:
         return

@@ -10,7 +10,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import copies, pointer_tables, sglang, vllm
+from kvraw.adapters import pointer_tables, sglang, vllm
 from kvraw.adapters.lmcache import _place
 from kvraw.engines.device_state import device_state
 from kvraw.runtime.context import DeviceScope
@@ -102,6 +102,8 @@ def test_slots_of_lmcache(rows: Rows) -> None:
 
 
 def test_a_part_of_an_operation_stops_no_other(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvraw.adapters import sglang_staged
+
     w, tokens, page = rows.w, 16, 4
     layers = [w.put("device", np.full((tokens, ROW), k + 1, np.uint8)) for k in range(2)]
     table, staging = w.table("device", layers), w.empty("device", (page, 2, ROW))
@@ -109,14 +111,13 @@ def test_a_part_of_an_operation_stops_no_other(rows: Rows, monkeypatch: pytest.M
     index = np.arange(tokens)
     index[1] = -1
     src, to = w.put("device", index), w.put("host", np.arange(tokens))
-    real = copies.submit
+    real = sglang_staged.copy_items
 
-    def slowly(*args: Any, **more: Any) -> Any:
-        done = real(*args, **more)
+    def slowly(*args: Any, **more: Any) -> None:
+        real(*args, **more)
         w.synchronize()
-        return done
 
-    monkeypatch.setattr(copies, "submit", slowly)
+    monkeypatch.setattr(sglang_staged, "copy_items", slowly)
     sglang.transfer_hicache_all_layer_mla_staged_lf_pf(table, src, to, staging, dst, page_size=page, element_size=ROW)
     w.synchronize()
     found = w.take(dst)

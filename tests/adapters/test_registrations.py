@@ -12,9 +12,10 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import copies, found, pointer_tables, sglang, sglang_direct, tensors, vllm
+from kvraw.adapters import copies, found, pointer_tables, sglang, sglang_direct, vllm
 from kvraw.adapters.lmcache import _blocks, _place
 from kvraw.engines.device_state import device_state
+from kvraw.engines.places import find_ranges
 from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.torch_like import Tensor, TorchLike
@@ -120,10 +121,10 @@ def test_what_is_found_of_ranges(fake: FakeDriver, w: TorchLike, mixed: bool) ->
     host, device = Pieces(fake, w, 3, 2), w.empty("device", (256,))
     at = np.array([host.address + PAGE, device.data_ptr(), host.address + PAGE - 64], np.uint64)
     with DeviceScope(0):
-        found = tensors.find_ranges(at, np.array([8, 256, 64], np.uint64) if mixed else 64)
+        found = find_ranges(at, np.array([8, 256, 64], np.uint64) if mixed else 64)
     assert (found.devices, found.link, found.pageable) == (frozenset([0]), True, False)
     assert set(found.edges) == {host.address + PAGE, host.address + 2 * PAGE, device.data_ptr() + 256}
-    over = tensors.find_ranges(at, np.array([PAGE + 1, 256, 64], np.uint64) if mixed else PAGE + 65)
+    over = find_ranges(at, np.array([PAGE + 1, 256, 64], np.uint64) if mixed else PAGE + 65)
     assert over.pageable
     host.close()
 
@@ -209,13 +210,33 @@ def test_sglang_kernel_asks_about_both_planes(fake: FakeDriver, w: TorchLike) ->
     host.close()
 
 
+def test_sglang_kernel_memory_that_is_pinned_otherwise_since(fake: FakeDriver, w: TorchLike) -> None:
+    """The launch that was bound to it is not run any more: the driver's number of the memory is another."""
+    host = Pieces(fake, w, 1, 1)
+    rows, array = host.tensor(0, (64, 64)), np.random.default_rng(1).integers(0, 256, (64, 64), dtype=np.uint8)
+    device, index = w.put("device", array), w.put("device", np.arange(64))
+    seen = set[int]()
+    for _ in range(3):
+        seen.add(fake.pointer_number(host.address))
+        for _ in range(2):
+            host.bytes += 1
+            sglang.transfer_kv_per_layer_mla(rows, device, index, index, 64)
+            np.testing.assert_array_equal(w.take(device), host.bytes.reshape(64, 64))
+        host.unregister(0)
+        with pytest.raises(kvraw.PlacementError, match="pageable host memory"):
+            sglang.transfer_kv_per_layer_mla(rows, device, index, index, 64)
+        host.register(0)
+    assert len(seen) == 3
+    host.close()
+
+
 def test_tensors_that_are_given_other_memory_or_another_shape(w: TorchLike) -> None:
     group = [w.empty("device", (8, 16)) for _ in range(5)]
     made: list[int] = []
 
     def make() -> Any:
         made.append(1)
-        return sglang_direct._Ready(copies.PlannedCopies(None, ()), (0, 0))
+        return sglang_direct._Ready(None, copies.bound_copies(()), (0, 0))
 
     for _ in range(2):
         sglang_direct._known(("test",), ("src", "dst"), group, group, make)

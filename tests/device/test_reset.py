@@ -7,9 +7,10 @@ import pytest
 
 import kvraw
 from kvraw import codec
-from kvraw.adapters import sglang_direct, sglang_kernel, tensors
-from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _place, _planned, _utilities
+from kvraw.adapters import pointer_tables, sglang_direct, vllm
+from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _planned, _utilities
 from kvraw.codec import arena
+from kvraw.engines import places
 from kvraw.engines.device_state import device_state
 from kvraw.runtime import memory
 from kvraw.runtime.context import DeviceScope
@@ -180,9 +181,16 @@ def test_the_context_that_was_made_anew_is_current(fake: FakeDriver) -> None:
 
 
 def test_what_adapters_keep_is_forgotten(fake: FakeDriver) -> None:
-    tables = [m._known for m in (_memo, _paged, _groups, _blend_groups, _utilities, sglang_kernel)]
-    tables += [_planned._bits, _place._captured, _pageable._free, tensors._tables]
-    tables += [sglang_direct._by_value, sglang_direct._by_identity, memory._known, arena._free]
+    tables = [m._known for m in (_memo, _paged, _groups, _blend_groups, _utilities)]
+    tables += [_planned._bits, _pageable._free, pointer_tables._tables]
+    tables += [
+        vllm._swaps,
+        places._places,
+        sglang_direct._by_value,
+        sglang_direct._by_identity,
+        memory._known,
+        arena._free,
+    ]
     key = fake
     for one in tables:
         one[key] = {}  # type: ignore[index]

@@ -16,9 +16,8 @@ from kvraw.engines.copy_engine import Descriptors
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    for one in module.COMPILED:
-        one.compile()
-        assert one.entry is not None
+    module.COMPILED.compile()
+    assert module.COMPILED.entry is not None
 
 
 def both(work: Any) -> list[Any]:
@@ -27,7 +26,7 @@ def both(work: Any) -> list[Any]:
     for slowly in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if slowly:
-                patch.setattr(module, "_entry", lambda compiled: None)
+                patch.setattr(module, "_functions", lambda: None)
             try:
                 found.append(work())
             except kvraw.BoundsError as error:
@@ -116,3 +115,8 @@ def test_join_needs_more_room_than_it_guessed() -> None:
         d = Descriptors(np.repeat(one, n), np.repeat(one + np.uint64(1 << 20), n), np.full(n, 200, np.uint64))
         for found in both(lambda d=d: module.join(d, cuts)):
             assert len(found) == 11 * n
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=9))
+def test_extremes(values: list[int]) -> None:
+    assert both(lambda: module.extremes(np.array(values, np.uint64))) == [(min(values), max(values))] * 2
