@@ -61,6 +61,17 @@ class HostOptions:
     progress : callable, optional
         Called with bytes that are ready and bytes in all, after each registration; with `grow`, from a thread. What it
         raises ends the preparation.
+
+    Raises
+    ------
+    ValueError, BoundsError, TypeError
+        An option is none that there is, or does not go with another.
+
+    Examples
+    --------
+    >>> with kvraw.HostPool(1 << 20, pin=False, options=kvraw.HostOptions(kind="shared", populate=True)) as pool:
+    ...     pool.ready_bytes
+    1048576
     """
 
     kind: Kind = "anonymous"

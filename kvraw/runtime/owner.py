@@ -31,7 +31,13 @@ class Owner:
         self._finalizer.detach()
 
     def require_open(self) -> None:
-        """Raise `ClosedError` where it was closed."""
+        """Raise `ClosedError` where it was closed.
+
+        Raises
+        ------
+        ClosedError
+            It was.
+        """
         if self.closed:
             raise ClosedError(f"the {type(self).__name__} at {self.address:#x} is closed")
 

@@ -261,6 +261,13 @@ class Registration(Owner):
         The range overlaps one that is registered already, without being the same.
     DriverError
         The driver refused; nothing stays registered.
+
+    Examples
+    --------
+    >>> memory = np.zeros(1 << 20, np.uint8)
+    >>> with kvraw.Registration(memory.ctypes.data, memory.nbytes, device=0, owner=memory) as pinned:
+    ...     pinned.closed
+    False
     """
 
     def __init__(

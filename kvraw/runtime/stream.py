@@ -99,7 +99,25 @@ def _destroy(known: weakref.ref[CudaDriver], device: int, handle: int) -> None:
 
 
 class Stream:
-    """A stream of our own on a device, non-blocking with regard to the legacy default stream."""
+    """A stream of our own on a device, non-blocking with regard to the legacy default stream.
+
+    Streams of other libraries are taken everywhere as well; this is for those who have none.
+
+    Parameters
+    ----------
+    device : int
+        The device; its primary context is made where it is not there yet.
+
+    Raises
+    ------
+    DriverNotFoundError, DriverError
+        There is no such device, or it makes none.
+
+    Examples
+    --------
+    >>> with kvraw.Stream(device=0) as stream:
+    ...     stream.synchronize()
+    """
 
     def __init__(self, device: int) -> None:
         self.device = device
