@@ -85,7 +85,7 @@ class _Rotation:
 
     @property
     def something(self) -> bool:
-        """Whether there is anything to rotate."""
+        """True where there is anything to rotate."""
         return bool(self.layers and self.tokens and self.heads and self.half)
 
 
@@ -230,7 +230,7 @@ def rerotate_keys(
 
 
 def launch_key(options: object, key: Any, old: Any, new: Any, cache: Any) -> tuple[Any, ...] | None:
-    """What a launch for torch tensors depends on; None for other tensors."""
+    """The key of a launch for torch tensors; None for other tensors."""
     try:
         # The width of the kernel's accesses hangs on the alignment.
         return key_of((options, (key.data_ptr() | cache.data_ptr()) & 15), key, old, new, cache)
@@ -275,13 +275,13 @@ class Call:
 
     @property
     def device(self) -> int:
-        """Where the keys lie."""
+        """The device that holds the keys."""
         assert self._rotation.device is not None
         return self._rotation.device
 
     @property
     def on_host(self) -> bool:
-        """Whether positions lie on the host, from where they must be sent."""
+        """True where positions lie on the host, from where they must be sent."""
         return bool(_listed(self._positions))
 
     def launch(self, upload: Upload | None = None) -> Launch:

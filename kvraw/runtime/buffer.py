@@ -323,18 +323,18 @@ class HostBuffer(InUse, Uncopied):
 
     @property
     def pinned(self) -> bool:
-        """Whether every byte that may be used is known to the driver as pinned."""
+        """True where every byte that may be used is known to the driver as pinned."""
         return bool(self._memory.registrations) or (self._memory.kind == "pinned" and not self._closed)
 
     @property
     def device_shift(self) -> int:
-        """What to add to an address of the memory for the address at which a GPU sees it."""
+        """The distance from an address of the memory to the address at which a GPU sees it."""
         if not self.pinned or self._memory.shift is None:
             raise ClosedError(f"the {self._noun} is {'closed' if self._closed else 'not pinned'}")
         return self._memory.shift
 
     def context_lost(self) -> None:
-        """What was registered in the context is pageable again, and is pinned anew at its next use by a GPU."""
+        """Count as pageable what was registered in the context; it is pinned anew at its next use by a GPU."""
         self._facts = None
         if self._memory.context_lost():
             self._closed = self._gone = True

@@ -1,4 +1,4 @@
-"""What has an address, a size and a finalizer."""
+"""Base of what has an address, a size and a finalizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Owner:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True once it was closed."""
         return not self._finalizer.alive
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ __all__ = ["HostChunk", "HostPool"]
 
 
 class ChunkKind:
-    """What live chunks of one pool and size have in common: one object, so that a whole row is checked at once."""
+    """The object that live chunks of one pool and size share, so that a whole row is checked at once."""
 
     __slots__ = ("__weakref__", "nbytes")
 
@@ -31,13 +31,13 @@ class ChunkKind:
 
 
 class _Wait(NamedTuple):
-    """What was freed: the grant it is of, and the operations that may still use it."""
+    """A freed chunk's grant, and the operations that may still use it."""
 
     grant: int
     users: tuple[Use, ...]
 
     def over(self) -> bool:
-        """Whether nothing uses it any more."""
+        """True where nothing uses it any more."""
         return all(use.over for use in self.users)
 
 
@@ -63,7 +63,7 @@ class HostChunk(Uncopied):
 
     @property
     def freed(self) -> bool:
-        """Whether it was given back."""
+        """True once it was given back."""
         return self.kind is None
 
     def numpy(self, dtype: npt.DTypeLike = np.uint8) -> np.ndarray:
