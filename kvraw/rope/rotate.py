@@ -205,12 +205,27 @@ def rerotate_keys(
     stream : object
         On a GPU, the stream to enqueue it on.
 
+    Returns
+    -------
+    Operation
+        To wait for; on a GPU, its `wait` raises what the kernel found.
+
     Raises
     ------
     BoundsError
         A position is outside the cache; from `Operation.wait` where positions lie on a device.
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit.
+
+    Examples
+    --------
+    >>> angle = np.arange(64)[:, None] / 10000 ** (np.arange(8) / 8)
+    >>> cos_sin = np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+    >>> keys = np.ones((4, 2, 16), np.float32)
+    >>> kvraw.rope.rerotate_keys(keys, np.arange(4), np.arange(4) + 32, cos_sin).wait()
+    >>> kvraw.rope.rerotate_keys(keys, range(32, 36), range(4), cos_sin).wait()
+    >>> bool(np.abs(keys - 1).max() < 1e-5)
+    True
     """
     options = (neox, head_size, head_stride, dtype, check)
     tensors = (key, old_positions, new_positions, cos_sin_cache)

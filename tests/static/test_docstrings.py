@@ -15,13 +15,17 @@ import numpy as np
 import pytest
 
 import kvraw
+from kvraw import codec
 from kvraw.errors import KvrawError
+from kvraw.rope import rerotate_keys
 from tests.emulator.fake_driver import FakeDriver
 
-PUBLIC = [name for name in kvraw.__all__ if not name.startswith("_")]
-ERRORS = {
-    name for name in PUBLIC if isinstance(getattr(kvraw, name), type) and issubclass(getattr(kvraw, name), KvrawError)
+PUBLIC = {
+    **{name: getattr(kvraw, name) for name in kvraw.__all__ if not name.startswith("_")},
+    **{f"codec.{name}": getattr(codec, name) for name in codec.__all__},
+    "rope.rerotate_keys": rerotate_keys,
 }
+ERRORS = {name for name in PUBLIC if isinstance(PUBLIC[name], type) and issubclass(PUBLIC[name], KvrawError)}
 # What calls return: nobody makes them, so their own parameters are nobody's business.
 RETURNED = {"BatchCopy", "Copy", "HostChunk", "LayerwiseLoad", "Transfer"}
 # What other rooms of the package call; what lies ahead of a call is theirs to know.
@@ -56,7 +60,7 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every public function and method by its name."""
     for name in PUBLIC:
-        value = getattr(kvraw, name)
+        value = PUBLIC[name]
         if inspect.isfunction(value):
             yield name, value
         elif name not in ERRORS:
@@ -121,9 +125,9 @@ def test_what_is_missing_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [n for n in PUBLIC if isinstance(getattr(kvraw, n), type) and n not in ERRORS])
+@pytest.mark.parametrize("name", [n for n in PUBLIC if isinstance(PUBLIC[n], type) and n not in ERRORS])
 def test_a_class_says_how_it_is_made(name: str) -> None:
-    cls = getattr(kvraw, name)
+    cls = PUBLIC[name]
     text = cls.__doc__ or ""
     parts = sections(text)
     faults = []
@@ -149,7 +153,7 @@ def is_generated(function: Callable[..., Any]) -> bool:
 @pytest.mark.parametrize("name", [n for n in PUBLIC if n not in ERRORS])
 def test_examples_are_there_and_run(name: str, fake: FakeDriver) -> None:
     """On the host; what needs a GPU has the emulator's."""
-    value = getattr(kvraw, name)
+    value = PUBLIC[name]
     found = [value, *(member for _, member in members(value))] if isinstance(value, type) else [value]
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     count, out = 0, list[str]()
@@ -164,4 +168,4 @@ def test_examples_are_there_and_run(name: str, fake: FakeDriver) -> None:
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_says_when_it_is_raised(name: str) -> None:
-    assert len((getattr(kvraw, name).__doc__ or "").split()) >= 5
+    assert len((PUBLIC[name].__doc__ or "").split()) >= 5
