@@ -84,7 +84,7 @@ def stream_device(stream: object) -> int | None:
 
 
 def capturing(stream: int, device: int) -> bool:
-    """Whether a capture is in progress on a stream of a device."""
+    """True where a capture is in progress on a stream of a device."""
     if stream in LEGACY:
         return False
     with DeviceScope(device):  # a thread may have no context yet, and stream 2 is another one in each
