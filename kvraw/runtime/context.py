@@ -1,4 +1,4 @@
-"""Which context a call runs in: the current one where it fits, else the device's primary one."""
+"""The context that a call runs in: the current one where it fits, else the device's primary one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _GONE = (201, 400, 709)  # CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT
 
 
 class Tied(Protocol):
-    """What ends with the context of its `device`; with any, where it has none."""
+    """Something that ends with the context of its `device`; with any, where it has none."""
 
     def context_lost(self) -> None:
         """The context is gone, and with it what was made there: nothing is to be given back, or used again."""
@@ -64,7 +64,7 @@ def at_reset(callback: Callable[[], object]) -> None:
 
 
 def resets(device: int) -> int:
-    """How often the device's context was found to be reset; looks for no new one."""
+    """Number of known resets of the device's context; looks for no new one."""
     return _resets.get(device, 0)
 
 
@@ -128,7 +128,7 @@ def active_device() -> int | None:
 
 
 def gpu_at_hand() -> bool:
-    """Whether this process can use a GPU."""
+    """True where this process can use a GPU."""
     return driver_here() is not None  # a child that wants host memory alone may have it
 
 

@@ -281,7 +281,26 @@ def _free_device(known: weakref.ref[CudaDriver], device: int, address: int) -> N
 
 
 class DeviceBuffer(Owner):
-    """`nbytes` of device memory, freed on close (the driver waits for the device then)."""
+    """Device memory, freed on close (the driver waits for the device then). Libraries take it as an array of bytes.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes.
+    device : int
+        Where.
+
+    Raises
+    ------
+    DriverNotFoundError, DriverError
+        There is no such device, or not as much memory.
+
+    Examples
+    --------
+    >>> with kvraw.DeviceBuffer(1 << 20, device=0) as memory:
+    ...     memory.nbytes
+    1048576
+    """
 
     def __init__(self, nbytes: int, device: int) -> None:
         self.nbytes, self.device = nbytes, device
