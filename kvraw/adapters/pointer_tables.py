@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvraw.engines.device_state import DeviceState, Upload
+from kvraw.runtime.context import at_reset
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.stream import capturing
 
@@ -29,6 +30,7 @@ class _Table:
 
 
 _tables: dict[int, _Table] = {}  # by id: tensors compare by element
+at_reset(_tables.clear)
 
 
 UNKNOWN = -1

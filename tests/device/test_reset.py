@@ -7,8 +7,8 @@ import pytest
 
 import kvraw
 from kvraw import codec
-from kvraw.adapters import sglang_direct, sglang_kernel, tensors
-from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _place, _planned, _utilities
+from kvraw.adapters import pointer_tables, sglang_direct
+from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _planned, _utilities
 from kvraw.codec import arena
 from kvraw.engines.device_state import device_state
 from kvraw.runtime import memory
@@ -179,9 +179,27 @@ def test_the_context_that_was_made_anew_is_current(fake: FakeDriver) -> None:
     w.pool.close(1.0)
 
 
+def test_a_bound_call_in_the_context_that_was_made_anew(fake: FakeDriver) -> None:
+    w = World(0)
+    plan, ids, stream = kvraw.TransferPlan(w.cache, "store", chunk_tokens=16), np.arange(20), w.stream.handle
+    for _ in range(4):
+        plan(w.chunks[:5], ids, stream=stream).wait()
+    fake.reset(0)
+    fake.context_push(fake.primary_retain(0))
+    with pytest.raises(kvraw.KvrawError):
+        plan(w.chunks[:5], ids, stream=stream)
+    v = World(0)
+    with pytest.raises(kvraw.ClosedError, match="the cache is gone"):
+        plan(w.chunks[:5], ids, stream=v.stream)
+    store(v)
+    fake.context_pop()
+    v.close()
+    w.pool.close(1.0)
+
+
 def test_what_adapters_keep_is_forgotten(fake: FakeDriver) -> None:
-    tables = [m._known for m in (_memo, _paged, _groups, _blend_groups, _utilities, sglang_kernel)]
-    tables += [_planned._bits, _place._captured, _pageable._free, tensors._tables]
+    tables = [m._known for m in (_memo, _paged, _groups, _blend_groups, _utilities)]
+    tables += [_planned._bits, _pageable._free, pointer_tables._tables]
     tables += [sglang_direct._by_value, sglang_direct._by_identity, memory._known, arena._free]
     key = fake
     for one in tables:
