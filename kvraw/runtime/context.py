@@ -26,6 +26,7 @@ __all__ = [
     "generation",
     "gpu_at_hand",
     "look_for_reset",
+    "met",
     "require_device",
     "reset_error",
     "resets",
@@ -86,6 +87,13 @@ def look_for_reset(device: int) -> None:
     mark = _marks.get(d, _NO_MARKS).get(device)
     if mark is not None and d.context_id(mark[0]) != mark[1]:
         _lose(d, device, mark)
+
+
+def met(error: BaseException, device: int) -> None:
+    """A call on a device failed: where it was the first to meet a reset, the next one finds all made anew."""
+    if isinstance(error, DriverError) and error.code in _GONE:
+        with contextlib.suppress(DriverError):
+            look_for_reset(device)
 
 
 def _mark(d: CudaDriver, device: int) -> None:
@@ -252,6 +260,5 @@ class DeviceScope:
         if self._pushed:
             self._pushed = False
             driver().context_pop()
-        if isinstance(error, DriverError) and error.code in _GONE:
-            with contextlib.suppress(DriverError):
-                look_for_reset(self._device)  # this call met it as the first, the next one finds all made anew
+        if error is not None:
+            met(error, self._device)

@@ -330,12 +330,13 @@ def test_the_engines_kernels_in_processes(tmp_path: Path) -> None:
 
 
 ALL = """
-import kvraw
+import gc, kvraw
 from kvraw.runtime import jit_cache
+from kvraw.runtime.compiled import Compiled
 kvraw.warm_up()
-from kvraw.runtime import compiled
-compiled.compile_all()
-assert all(one.entry is not None for one in compiled._all) and len(compiled._all) >= 2
+compiled = [one for one in gc.get_objects() if type(one) is Compiled]
+[one.compile() for one in compiled]
+assert all(one.entry is not None for one in compiled) and len(compiled) >= 2
 assert not jit_cache.unsaved
 """
 

@@ -23,6 +23,11 @@ from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.world import World
 
 
+def nowhere(pointers: list[int], number: int, geometry: Geometry) -> kvraw.PagedCache:
+    """A cache of addresses that nothing lies at: nothing is copied here."""
+    return kvraw.PagedCache(CacheLayout(find_format(number), geometry), pointers, None)
+
+
 def pairs(d: Descriptors) -> set[tuple[int, int]]:
     """Every (destination, source) byte."""
     out: set[tuple[int, int]] = set()
@@ -45,7 +50,7 @@ def test_describe_is_the_formula(format: int, by: str, layout: str, ids: list[in
     row = find_format(format)
     geometry = Geometry(2, 6, 2, 2, 3, 1, planes=row.planes)
     count = CacheLayout(row, geometry).pointers
-    paged = kvraw.PagedCache.from_pointers([(k + 1) << 32 for k in range(count)], format, geometry)
+    paged = nowhere([(k + 1) << 32 for k in range(count)], format, geometry)
     side, flat = paged.layout.side(by), chunk_side(find_chunk_layout(layout), geometry, 4, by)
     plan = copy_plan(geometry, side, flat, by)
     values = np.array(ids if by == "slot" else [abs(i) for i in ids], np.int64)
@@ -139,7 +144,7 @@ def test_neighbours_go_as_one(fake: FakeDriver) -> None:
 def test_items_are_joined_as_their_runs_would_be(ids: list[int], count: int, number: int) -> None:
     geometry = Geometry(3, 8, 2, 2, 4, 1)
     pointers = CacheLayout(find_format(number), geometry).pointers
-    paged = kvraw.PagedCache.from_pointers([0x10000 + 0x1000 * k for k in range(pointers)], number, geometry)
+    paged = nowhere([0x10000 + 0x1000 * k for k in range(pointers)], number, geometry)
     flat = chunk_side(find_chunk_layout("2LTD"), geometry, 4, "block")
     plan = copy_plan(geometry, paged.layout.side("block"), flat, "block")
     index = np.array(ids[:count], np.int64)
@@ -197,7 +202,7 @@ def test_compiled_copies_are_those_of_numpy(
     geometry = Geometry(2, 12, 2, 2, 3, 1, planes=row.planes)
     count = CacheLayout(row, geometry).pointers
     step = 12 * 2 * geometry.token_bytes // count + gap
-    paged = kvraw.PagedCache.from_pointers([0x100000 + k * step for k in range(count)], number, geometry)
+    paged = nowhere([0x100000 + k * step for k in range(count)], number, geometry)
     side, flat = paged.layout.side(by), chunk_side(find_chunk_layout(layout), geometry, 4, by)
     plan = copy_plan(geometry, side, flat, by)
     values = np.array(ids if by == "slot" else [abs(i) for i in ids], np.int64)
