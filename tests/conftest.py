@@ -24,8 +24,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
-def pytest_collection_finish() -> None:
-    """Have the collector pass over what stays for the whole run: tests of leaks call it often."""
+@pytest.fixture(autouse=True, scope="module")
+def collected() -> None:
+    """Have the collector pass over what modules before this one left: tests of leaks call it often."""
     gc.collect()
     gc.freeze()
 
