@@ -24,6 +24,7 @@ from tests.conformance.test_conformance import CASES, CHOSEN, check
 from tests.device import test_transfers
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.backends import on_device
+from tests.helpers.classes import VIEWS
 from tests.helpers.world import World
 
 Patch = pytest.MonkeyPatch
@@ -32,7 +33,8 @@ Patch = pytest.MonkeyPatch
 # cannot show. Any of them may be the one that catches a fault.
 # They are among those that run by default.
 _KERNEL = [case for case in CASES if case in CHOSEN["kernel"]]
-SAMPLE = [*_KERNEL[1:100:12], *[c for c in _KERNEL if c.nb in (7, 9)][:6]]
+_BY_WIDTH = {(VIEWS["kernel"](c)[2], c.direction, c.by): c for c in _KERNEL if c.ids and c.nb == 5}
+SAMPLE = [*_BY_WIDTH.values(), *[c for c in _KERNEL if c.nb in (7, 9)][:6]]
 
 
 def cases(ids_on_device: bool) -> None:
