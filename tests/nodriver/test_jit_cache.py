@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvraw.runtime import jit_cache
 from kvraw.runtime.jit import jit
+from tests.helpers.profile import examples
 
 pytestmark = pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
 
@@ -147,7 +148,7 @@ def test_a_damaged_file_counts_as_absent_and_is_replaced(base: Path, damage: Cal
     assert call() == (42, 1)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_altered_bit_is_loaded(base: Path, data: st.DataObject) -> None:
     if not base.exists():
