@@ -258,11 +258,20 @@ def operations() -> Iterator[tuple[str, Callable[[], None]]]:
 @contextlib.contextmanager
 def null_driver() -> Iterator[NullDriver]:
     """Install it, and have programs run by compiled code on C functions that do nothing."""
-    from numba import cfunc
+    from numba import cfunc, types
 
     made = cfunc("int32(int64)")(lambda a: 0)
+
+    @cfunc(types.int32(types.CPointer(types.int64), types.int32, types.int64))
+    def number(out: Any, attribute: Any, address: Any) -> Any:
+        out[0] = 1 + (address >> 36)
+        return 0
+
     names = (*program.pr.CALLS.values(), "cuThreadExchangeStreamCaptureMode")
-    functions = program.DriverFunctions(dict.fromkeys(names, made.address), lambda *_: DriverError("failed", 1, ""))
+    functions = program.DriverFunctions(
+        dict.fromkeys(names, made.address) | {"cuPointerGetAttribute": number.address},
+        lambda *_: DriverError("failed", 1, ""),
+    )
     program.warm_up()
     driver: Any = NullDriver()
     known, raw = program.driver_functions, _place._raw_stream

@@ -15,13 +15,13 @@ from kvraw.errors import BoundsError
 from kvraw.runtime import fork
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.module import ArgumentBlock
-from kvraw.runtime.program import Commands, Program
+from kvraw.runtime.program import Commands, Program, Value
 
 __all__ = ["IndexedLaunch"]
 
 
 class IndexedLaunch:
-    """A launch of a copy plan between tables that stay what they are, by ids on the device.
+    """A launch of a copy plan between tables that stay what they are, or are written by a call, by ids on the device.
 
     The device's context is current where it is made.
 
@@ -30,7 +30,8 @@ class IndexedLaunch:
     plan : KernelPlan
         What is launched; names what errors call the ids.
     tables : tuple
-        Base addresses of source and destination as the device sees them, or where the device has them.
+        Base addresses of source and destination as the device sees them, or where the device has them; for one of them
+        the number of base addresses that each call gives.
     widths : tuple of int
         Bytes of an id of the source and of the destination, 8 or 4; 0: items are their own ids.
     pinned : sequence of (int, int)
@@ -38,6 +39,10 @@ class IndexedLaunch:
         has changed, the tables are no longer right.
     link : bool
         Host memory takes part.
+    bits : int
+        The alignment of the base addresses that calls give, or-ed together.
+    asks : bool
+        Calls name an address and the number that the driver gave the memory there, which must still be the same.
 
     Raises
     ------
@@ -47,24 +52,26 @@ class IndexedLaunch:
 
     __slots__ = (
         *("_block", "_count", "_event", "_grid", "_index", "_lock", "_most", "_per_item", "_plan", "_program"),
-        *("_short", "_state", "_stream", "_values", "_words"),
+        *("_asked", "_first", "_short", "_state", "_stream", "_table", "_values", "_words"),
     )
 
     def __init__(
         self,
         state: DeviceState,
         plan: KernelPlan,
-        tables: tuple[U64 | DeviceTable, U64 | DeviceTable],
+        tables: tuple[U64 | DeviceTable | int, U64 | DeviceTable | int],
         widths: tuple[int, int],
         *,
         pinned: Sequence[tuple[int, int]] = (),
         link: bool = True,
+        bits: int = 0,
+        asks: bool = False,
     ) -> None:
         self._state, self._plan, self._lock = state, plan, fork.lock()
         block = self._block = ArgumentBlock(ka.ARGS)
         ka.fill_plan(block.record, plan.plan)
         long, short = block.record.view(np.uint64), block.record.view(np.uint32)
-        bits = at = 0
+        at, self._table, self._first = 0, 0, 0
         for k, (table, side) in enumerate(zip(tables, (plan.plan.src_flat, plan.plan.dst_flat), strict=True)):
             flags = ka.SKIP_NEGATIVE * side.skip_negative
             if widths[k]:
@@ -73,13 +80,17 @@ class IndexedLaunch:
                 long[ka.TABLE[k]] = table.address
                 bits |= table.bits
             else:
-                if at + len(table) > ka.WORDS:
-                    raise BoundsError(f"tables have {at + len(table)} base addresses, must have at most {ka.WORDS}")
+                entries = table if isinstance(table, int) else len(table)
+                if at + entries > ka.WORDS:
+                    raise BoundsError(f"tables have {at + entries} base addresses, must have at most {ka.WORDS}")
                 flags |= ka.TABLE_INLINE
                 long[ka.TABLE[k]] = at
-                long[ka.WORDS_AT + at : ka.WORDS_AT + at + len(table)] = table
-                bits |= int(np.bitwise_or.reduce(table))
-                at += len(table)
+                if isinstance(table, int):
+                    self._table = ka.WORDS_AT + at
+                else:
+                    long[ka.WORDS_AT + at : ka.WORDS_AT + at + entries] = table
+                    bits |= int(np.bitwise_or.reduce(table))
+                at += entries
             short[ka.FLAGS[k]] = flags
         width = plan.plan.width(bits)
         self._per_item = plan.plan.runs_per_item * ka.fill_width(block.record, plan.plan, width)
@@ -88,7 +99,12 @@ class IndexedLaunch:
         self._most, self._count, self._grid = plan.most_ctas(link, state.multiprocessors), -1, (0, 0)
         c = Commands()
         stream, event, ctas, threads = c.value(), c.value(), c.value(), c.value()
+        self._asked = -1
         c.uncaptured(stream)
+        if asks:
+            asked: Value = c.value(2)
+            self._asked = asked.index
+            c.same_memory(asked, Value(asked.index + 1))
         for address, number in pinned:
             c.same_memory(address, number)
         c.launch(copy_kernel(width).handle_for(state.owner), ctas, threads, stream, block.address)
@@ -105,10 +121,16 @@ class IndexedLaunch:
         dst_ids: int,
         count: int,
         *,
+        first: int = 0,
+        bases: Sequence[int] = (),
+        memory: tuple[int, int] = (0, 0),
         told: Callable[[Exception], None] | None = None,
         refs: object = None,
     ) -> Completion | None:
-        """Launch it for items 0 to `count`, at least one, by ids at these addresses.
+        """Launch it for items `first` to `first + count`, at least one, by ids at these addresses.
+
+        `bases` are the addresses that calls give, `memory` the one that they ask about and the number of what lies
+        there.
 
         `told` receives what the kernel finds in the ids, where nobody waits for the launch; `refs` are kept until it
         is over.
@@ -134,6 +156,15 @@ class IndexedLaunch:
                 if dst >= 0:
                     words[dst] = dst_ids
                 words[ka.STATUS] = status
+                if bases:
+                    at = self._table
+                    for base in bases:
+                        words[at] = base
+                        at += 1
+                if self._asked >= 0:
+                    values[self._asked], values[self._asked + 1] = memory
+                if first != self._first:
+                    words[ka.FIRST_ITEM] = self._first = first
                 if count != self._count:
                     self._shape(count)
                 values[self._stream], values[self._event] = stream, operation.event  # type: ignore[assignment]

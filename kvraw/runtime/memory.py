@@ -25,6 +25,7 @@ __all__ = [
     "held_by",
     "locate",
     "locate_all",
+    "pinned_at",
 ]
 
 
@@ -132,6 +133,17 @@ def _look(address: int, nbytes: int) -> tuple[Where, range]:
 def locate(address: int, nbytes: int) -> Where:
     """Ask the driver where a range lies; a range that is only partly pinned counts as pageable."""
     return _look(address, nbytes)[0]
+
+
+def pinned_at(address: int) -> tuple[int, int, int, int]:
+    """Begin and end of the pinned memory around an address, what a GPU's view adds, and its number.
+
+    All 0 where it is no pinned memory, or has no number. A device's context is current.
+    """
+    d = driver()
+    found = _allocation(d, address)
+    number = d.pointer_number(address)
+    return (0, 0, 0, 0) if found is None or found.device is not None else (found.start, found.stop, found.shift, number)
 
 
 def held_by(address: int) -> int | None:

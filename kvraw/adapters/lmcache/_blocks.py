@@ -43,7 +43,7 @@ from kvraw.transfer_plan import Direction, TransferPlan
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["blocks_of", "ids_of", "multi_layer_block_kv_transfer", "object_side", "paged_of"]
+__all__ = ["blocks_of", "ids_of", "ids_on", "multi_layer_block_kv_transfer", "object_side", "paged_of"]
 
 _FUSED = (10, 11, 12, 13)  # K and V of a head are one row
 _HALF_KNOWN = 2  # bytes of an element, where nothing tells
@@ -105,6 +105,18 @@ _widths: dict[Any, int] = {}  # bytes of an id that kernels read, by dtype; 0: t
 def _width(dtype: Any) -> int:
     found = _widths[dtype] = {"torch.int64": 8, "torch.int32": 4}.get(str(dtype), 0)
     return found
+
+
+def ids_on(ids: Any, device: int) -> tuple[int, int, int] | None:
+    """Address, bytes and number of ids that a kernel of the device can read as they lie; None for others."""
+    try:
+        where, width = ids.device, _widths.get(ids.dtype)
+        (count,) = ids.shape
+        if not width or where.index != device or where.type == "cpu" or not ids.is_contiguous():
+            return None
+        return ids.data_ptr(), width, count
+    except (AttributeError, TypeError, ValueError):
+        return None
 
 
 def ids_of(name: str, ids: Any, device: int | None, most: int | None = None, keep: object = None) -> IndexVector:
@@ -291,10 +303,33 @@ class Blocks:
         unseen = device is not None and ids.host is None and not waited
         return self._plan(places, ids, skip=skip, stream=stream, on_error=teller(device) if unseen else None)
 
-    def move(self, objects: Sequence[Any], ids: IndexVector, skip: int) -> None:
+    def _repeat(self, objects: Sequence[Any], ids: Any, skip: int, device: int, stream: int) -> bool:
+        """Move as an earlier call did, objects that lie on the device by ids there; False: all must be looked at."""
+        there = ids_on(ids, device)
+        if there is None or not objects or type(objects[0]) is not int:
+            return False
+        places = tuple(objects)
+        try:
+            row = self._rows.get(places)
+        except TypeError:  # tensors among them
+            return False
+        if type(row) is not tuple:
+            return False
+        address, width, count = there
+        count = min(count, len(places) * self.per_object) - skip
+        if count <= 0:
+            return False
+        refs = (ids, objects)
+        return self._copies.repeat(stream, places, (address, width), skip, count, memory=(places[0], row[1]), refs=refs)
+
+    def move(self, objects: Sequence[Any], block_ids: Any, skip: int) -> None:
         """Move blocks on the caller's stream; pageable objects are filled on return."""
-        device = self.paged.device
-        stream = None if device is None else current_stream(device)
+        device, stream = self.paged.device, None
+        if device is not None:
+            stream = current_stream(device)
+            if self._rows and self._repeat(objects, block_ids, skip, device, stream):
+                return
+        ids = ids_of("block_ids", block_ids, device, len(objects) * self.per_object, objects)
         captured = device is not None and stream is not None and raise_found(device, stream)
         if ids.count <= skip or not len(objects):
             return
@@ -388,9 +423,7 @@ def multi_layer_block_kv_transfer(
         blocks = remembered(paged_buffer_ptrs_tensor, ("blocks", to_host, number, where, tokens, counts), make)
     else:
         blocks = make()
-    most = len(lmcache_objects_ptrs) * blocks.per_object
-    ids = ids_of("block_ids", block_ids, where, most, lmcache_objects_ptrs)
-    blocks.move(lmcache_objects_ptrs, ids, max(int(skip_prefix_n_blocks), 0))
+    blocks.move(lmcache_objects_ptrs, block_ids, max(int(skip_prefix_n_blocks), 0))
 
 
 def host_ids(address: int, count: int) -> I64:

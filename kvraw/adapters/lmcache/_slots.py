@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvraw.adapters.found import raise_found
-from kvraw.adapters.lmcache._blocks import ids_of
+from kvraw.adapters.lmcache._blocks import ids_of, ids_on
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, require_no_capture
 from kvraw.adapters.lmcache._paged import (
@@ -28,7 +28,7 @@ from kvraw.plain import odd, require_plain, unusable
 from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.memory import Where, locate
+from kvraw.runtime.memory import Where, locate, pinned_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,21 +85,43 @@ class _Rows:
             )
         by_plane, by_layer, self._step = (0 if a is None else strides[a] * unit for a in (plane, layer, token))
         self.paged, self.to_host, self.count = paged, to_host, shape[token]
-        steps = np.arange(g.planes)[:, None] * by_plane + np.arange(g.layers) * by_layer
-        self._offsets = steps.ravel().astype(np.uint64)
-        self._span = int(steps[-1, -1]) + (self.count - 1) * self._step + row
-        self._copies = paged.copies("slot", to_host, self._flat, self._step)
-        self._last: tuple[int, Reached] | None = None
+        self._by_layer, self._by_plane = by_layer, by_plane
+        self._span = (g.planes - 1) * by_plane + (g.layers - 1) * by_layer + (self.count - 1) * self._step + row
+        self._copies = paged.copies("slot", to_host, self._flat, (self._step, by_layer, by_plane))
+        self._pinned = (0, 0, 0, 0)  # where tokens lay in pinned memory, as `pinned_at`
 
     def _flat(self, part: Part) -> Side:
-        g = part.layout.geometry
-        entries = g.planes * g.layers
-        return Side(self._step, table_layer=1, table_plane=g.layers, head=part.head_bytes, entries=entries)
+        return Side(self._step, layer=self._by_layer, plane=self._by_plane, head=part.head_bytes)
+
+    def _repeat(self, tensor: Any, offset: int, slots: Any, skip: int, device: int, stream: int) -> bool:
+        """Move as an earlier call did, by slots on the device; False: all must be looked at."""
+        there = ids_on(slots, device)
+        if there is None or there[2] < self.count or skip >= self.count:
+            return False
+        place = tensor.data_ptr()
+        if not place or odd(tensor):
+            return False
+        place += offset
+        where, memory, link = tensor.device, (0, 0), False
+        if where.type == "cpu":
+            begin, end, shift, number = self._pinned
+            if not begin <= place <= end - self._span or not number:
+                return False
+            address, memory, link = place + shift, (place, number), True
+        elif where.index != device:
+            return False
+        else:
+            address = place
+        count, refs = self.count - skip, (slots, tensor)
+        return self._copies.repeat(stream, (address,), there[:2], skip, count, link=link, memory=memory, refs=refs)
 
     def move(self, tensor: Any, offset: int, slots: Any, skip: int = 0) -> None:
         """Move a token per slot, on the caller's stream; a negative slot moves nothing."""
-        device = self.paged.device
-        stream = None if device is None else current_stream(device)
+        device, stream = self.paged.device, None
+        if device is not None:
+            stream = current_stream(device)
+            if self._repeat(tensor, offset, slots, skip, device, stream):
+                return
         captured = device is not None and stream is not None and raise_found(device, stream)
         ids = ids_of("slot_mapping", slots, device, keep=tensor)
         if ids.count < self.count:
@@ -123,6 +145,7 @@ class _Rows:
         with DeviceScope(device):
             where = locate(address, self._span)
             if where.device_address:
+                self._pinned = pinned_at(address)
                 self._copies.run(self._reached(address, where), ids, skip, count, stream, captured)
                 return
             require_no_capture(captured)
@@ -138,16 +161,8 @@ class _Rows:
                 stand_ins.copy_back()
 
     def _reached(self, address: int, where: Where) -> Reached:
-        last = self._last
-        if last is not None and last[0] == address and where.device is not None:
-            return last[1]
-        host = self._offsets + np.uint64(address)
-        shift = where.device_address - address
-        seen = host + np.uint64(shift % 2**64) if shift else host
-        found = Reached(host, seen, where.device is None, where.edges)
-        if where.device is not None:
-            self._last = address, found
-        return found
+        host, seen = np.array([address], np.uint64), np.array([where.device_address], np.uint64)
+        return Reached(host, seen, where.device is None, where.edges)
 
 
 def _rows(
