@@ -52,7 +52,7 @@ class IndexedLaunch:
 
     __slots__ = (
         *("_block", "_count", "_event", "_grid", "_index", "_lock", "_most", "_per_item", "_plan", "_program"),
-        *("_asked", "_first", "_short", "_state", "_stream", "_table", "_values", "_words"),
+        *("_asked", "_first", "_long", "_short", "_state", "_stream", "_table", "_values", "_words"),
     )
 
     def __init__(
@@ -94,6 +94,7 @@ class IndexedLaunch:
             short[ka.FLAGS[k]] = flags
         width = plan.plan.width(bits)
         self._per_item = plan.plan.runs_per_item * ka.fill_width(block.record, plan.plan, width)
+        self._long: U64 = long
         self._words: memoryview[int] = memoryview(block.record.view("u1").data).cast("B").cast("Q")
         self._index = tuple(ka.INDEX[k] if widths[k] else -1 for k in (0, 1))
         self._most, self._count, self._grid = plan.most_ctas(link, state.multiprocessors), -1, (0, 0)
@@ -122,7 +123,7 @@ class IndexedLaunch:
         count: int,
         *,
         first: int = 0,
-        bases: Sequence[int] = (),
+        bases: Sequence[int] | U64 = (),
         memory: tuple[int, int] = (0, 0),
         told: Callable[[Exception], None] | None = None,
         refs: object = None,
@@ -156,7 +157,9 @@ class IndexedLaunch:
                 if dst >= 0:
                     words[dst] = dst_ids
                 words[ka.STATUS] = status
-                if bases:
+                if type(bases) is np.ndarray:
+                    self._long[self._table : self._table + len(bases)] = bases
+                else:
                     at = self._table
                     for base in bases:
                         words[at] = base
@@ -167,7 +170,7 @@ class IndexedLaunch:
                     words[ka.FIRST_ITEM] = self._first = first
                 if count != self._count:
                     self._shape(count)
-                values[self._stream], values[self._event] = stream, operation.event  # type: ignore[assignment]
+                values[self._stream], values[self._event] = stream, operation._event  # type: ignore[assignment]
                 operation.enqueued.append(stream)
                 operation.recorded = program.run()
             if operation.recorded:

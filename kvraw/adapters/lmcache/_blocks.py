@@ -26,7 +26,7 @@ from kvraw.adapters.lmcache._paged import (
     is_tensor,
 )
 from kvraw.adapters.lmcache._place import current_stream, device_index
-from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of
+from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import ASK_DRIVER, I64, IndexVector, index_vector, is_pointer, tensor_view
 from kvraw.cache import PagedCache, require_host
@@ -315,12 +315,14 @@ class Blocks:
             return False
         if type(row) is not tuple:
             return False
-        address, width, count = there
-        count = min(count, len(places) * self.per_object) - skip
+        count = min(there[2], len(places) * self.per_object) - skip
         if count <= 0:
             return False
+        bits = 0
+        for place in places:
+            bits |= place
         refs = (ids, objects)
-        return self._copies.repeat(stream, places, (address, width), skip, count, memory=(places[0], row[1]), refs=refs)
+        return self._copies.repeat(stream, places, bits & 15, there, skip, count, memory=(places[0], row[1]), refs=refs)
 
     def move(self, objects: Sequence[Any], block_ids: Any, skip: int) -> None:
         """Move blocks on the caller's stream; pageable objects are filled on return."""
@@ -405,7 +407,7 @@ def multi_layer_block_kv_transfer(
     ArgumentError, LayoutError, PlacementError
         What was passed does not fit together.
     """
-    to_host, number = direction_of(direction), format_of(engine_kv_format)
+    to_host, number = way_of(direction, engine_kv_format)
     where, d, tokens = device_index(device), shape_desc, int(lmcache_chunk_size)
     if not hasattr(d, "element_size"):
         raise TypeError(f"shape_desc is a {type(d).__name__}, must be a PageBufferShapeDesc")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvraw.adapters.found import nobody, pending, teller
-from kvraw.arrays import IndexVector
+from kvraw.arrays import U64, IndexVector
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.indexed import IndexedLaunch
 from kvraw.engines.operands import Operands, check_host_index, require_index
@@ -51,8 +52,9 @@ class Copies:
     def repeat(
         self,
         stream: int,
-        bases: tuple[int, ...],
-        ids: tuple[int, int],
+        bases: Sequence[int] | U64,
+        bits: int,
+        ids: tuple[int, int, int],
         first: int,
         count: int,
         *,
@@ -64,10 +66,12 @@ class Copies:
 
         Parameters
         ----------
-        bases : tuple of int
+        bases : sequence of int
             Base addresses of the other side, as the device sees them.
+        bits : int
+            Their alignment: all or-ed together, modulo 16.
         ids : tuple of int
-            Address of the ids on the device, and bytes of an id.
+            Of the ids on the device: address, bytes of one, and how many there are.
         memory : tuple of int
             An address of the other side and the number of the memory there, which must still be the same; 0: it is the
             caller's to know.
@@ -77,10 +81,7 @@ class Copies:
             state = self._renew()
         if state is None or pending(state):
             return False
-        bits = 0
-        for base in bases:
-            bits |= base
-        key = (len(bases), bits & 15, ids[1], link, memory[1] != 0)
+        key = (len(bases), bits, ids[1], link, memory[1] != 0)
         launch = self._bound.get(key)
         if launch is None:
             launch = self._bind(key, state)
