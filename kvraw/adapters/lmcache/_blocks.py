@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,6 +10,7 @@ import numpy as np
 
 from kvraw import config
 from kvraw.adapters.found import raise_found, teller
+from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, pageable, require_no_capture
@@ -28,7 +27,7 @@ from kvraw.adapters.lmcache._paged import (
 from kvraw.adapters.lmcache._place import current_stream, device_index
 from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
-from kvraw.arrays import ASK_DRIVER, I64, IndexVector, index_vector, is_pointer, tensor_view
+from kvraw.arrays import IndexVector, is_pointer, tensor_view
 from kvraw.cache import PagedCache, require_host
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import FORMATS
@@ -43,7 +42,7 @@ from kvraw.transfer_plan import Direction, TransferPlan
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["blocks_of", "ids_of", "ids_on", "multi_layer_block_kv_transfer", "object_side", "paged_of"]
+__all__ = ["blocks_of", "multi_layer_block_kv_transfer", "object_side", "paged_of"]
 
 _FUSED = (10, 11, 12, 13)  # K and V of a head are one row
 _HALF_KNOWN = 2  # bytes of an element, where nothing tells
@@ -97,65 +96,6 @@ def paged_of(paged: Any, shape_desc: Any, number: int, device: int | None, objec
     element = element_size(d, objects)
     c = Counts(d.nl, 0, d.nb, d.bs, d.nh, d.hs, element, getattr(d, "block_stride_elems", 0))
     return from_pointers(number, addresses, c, int(d.kv_size), device)
-
-
-_widths: dict[Any, int] = {}  # bytes of an id that kernels read, by dtype; 0: they do not read it
-
-
-def _width(dtype: Any) -> int:
-    found = _widths[dtype] = {"torch.int64": 8, "torch.int32": 4}.get(str(dtype), 0)
-    return found
-
-
-def ids_on(ids: Any, device: int) -> tuple[int, int, int] | None:
-    """Address, bytes and number of ids that a kernel of the device can read as they lie; None for others."""
-    try:
-        where, width = ids.device, _widths.get(ids.dtype)
-        (count,) = ids.shape
-        if not width or where.index != device or where.type == "cpu" or not ids.is_contiguous():
-            return None
-        return ids.data_ptr(), width, count
-    except (AttributeError, TypeError, ValueError):
-        return None
-
-
-def ids_of(name: str, ids: Any, device: int | None, most: int | None = None, keep: object = None) -> IndexVector:
-    """Ids as an index of at most `most` values, on the device or the host, that keeps `keep` alive as well."""
-    if device is not None and hasattr(ids, "data_ptr") and ids.device.type != "cpu":
-        width = _widths.get(ids.dtype) or _width(ids.dtype)
-        if not width:
-            if "int" not in str(ids.dtype):
-                raise TypeError(f"{name} holds {ids.dtype}, must hold integers")
-            ids, width = ids.long(), 8
-        shape = ids.shape
-        if len(shape) != 1:
-            raise BoundsError(f"{name} has {len(shape)} axes, must have 1")
-        if not ids.is_contiguous():
-            ids = ids.contiguous()
-        count, where = shape[0], ids.device.index
-        if most is not None and count > most:
-            count = most
-        return IndexVector(None, ids.data_ptr(), count, width, ASK_DRIVER if where is None else where, (ids, keep))
-    if type(ids) is list and ids:
-        try:
-            found = np.frombuffer(array("q", ids), np.int64)[:most]  # of the ways to take integers in, the fastest
-            return IndexVector(found, 0, len(found), 8, None, keep)
-        except (TypeError, OverflowError):  # said better below
-            pass
-    if is_tensor(ids):
-        try:
-            values = (ids if ids.device.type == "cpu" else ids.cpu()).numpy()
-        except (TypeError, RuntimeError, NotImplementedError):  # said better below
-            values = index_vector(name, ids).host
-        if values.dtype == np.int64 and values.ndim == 1 and values.flags.c_contiguous:
-            values = values[:most]
-            return IndexVector(values, 0, len(values), 8, None, keep)
-        ids = values
-    index = index_vector(name, ids)
-    if index.host is None:  # a device vector of another library
-        return index._replace(count=index.count if most is None else min(index.count, most), owner=(ids, keep))
-    host = index.host[:most]
-    return IndexVector(host, 0, len(host), 8, None, keep)
 
 
 def object_side(part: Part, layers: int, tokens: int, step: int | None = None) -> Side:
@@ -426,10 +366,3 @@ def multi_layer_block_kv_transfer(
     else:
         blocks = make()
     blocks.move(lmcache_objects_ptrs, block_ids, max(int(skip_prefix_n_blocks), 0))
-
-
-def host_ids(address: int, count: int) -> I64:
-    """A vector of int64 ids in host memory."""
-    if not count:
-        return np.zeros(0, np.int64)
-    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address)).view(np.int64)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvraw.adapters.found import raise_found
-from kvraw.adapters.lmcache._blocks import ids_of, ids_on
+from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, require_no_capture
 from kvraw.adapters.lmcache._paged import (
