@@ -19,6 +19,8 @@ from kvraw.runtime.program import Commands, Program, Value
 
 __all__ = ["IndexedLaunch"]
 
+_MOST = 1024  # counts of items whose grids are kept
+
 
 class IndexedLaunch:
     """A launch of a copy plan between tables that stay what they are, or are written by a call, by ids on the device.
@@ -51,9 +53,23 @@ class IndexedLaunch:
     """
 
     __slots__ = (
-        *("_block", "_count", "_event", "_grid", "_index", "_lock", "_most", "_per_item", "_plan", "_program"),
-        *("_asked", "_first", "_long", "_short", "_state", "_stream", "_table", "_values", "_words"),
+        *("_block", "_count", "_event", "_grid", "_index", "_lock", "_most", "_per_item", "_program"),
+        *(
+            "_asked",
+            "_first",
+            "_jobs",
+            "_kernel",
+            "_long",
+            "_short",
+            "_state",
+            "_stream",
+            "_table",
+            "_values",
+            "_words",
+            "plan",
+        ),
     )
+    JOB = 6  # values of a launch among other commands: `ka` has the second to fourth in this order
 
     def __init__(
         self,
@@ -67,7 +83,7 @@ class IndexedLaunch:
         bits: int = 0,
         asks: bool = False,
     ) -> None:
-        self._state, self._plan, self._lock = state, plan, fork.lock()
+        self._state, self.plan, self._lock = state, plan, fork.lock()
         block = self._block = ArgumentBlock(ka.ARGS)
         ka.fill_plan(block.record, plan.plan)
         long, short = block.record.view(np.uint64), block.record.view(np.uint32)
@@ -108,7 +124,8 @@ class IndexedLaunch:
             c.same_memory(asked, Value(asked.index + 1))
         for address, number in pinned:
             c.same_memory(address, number)
-        c.launch(copy_kernel(width).handle_for(state.owner), ctas, threads, stream, block.address)
+        self._kernel, self._jobs = copy_kernel(width).handle_for(state.owner), dict[int, tuple[int, int, int]]()
+        c.launch(self._kernel, ctas, threads, stream, block.address)
         c.record(event, stream)
         self._program = Program(c, state.owner)
         self._values = self._program.values
@@ -148,8 +165,8 @@ class IndexedLaunch:
         operation = state.books.begin(stream)
         try:
             status = 0
-            if self._plan.check:
-                status = state.board.take(operation, self._plan, 0, told)
+            if self.plan.check:
+                status = state.board.take(operation, self.plan, 0, told)
             with self._lock:
                 words, values, (src, dst) = self._words, self._values, self._index
                 if src >= 0:
@@ -182,9 +199,26 @@ class IndexedLaunch:
         operation.abort()
         return None
 
+    def add_to(self, c: Commands, stream: Value, job: Value) -> None:
+        """Add the launch to other commands, whose `JOB` values from `job` on are what `job` returns."""
+        start, at = int(self._block.record.ctypes.data), job.index
+        c.write(start + 8 * max(self._index), job.address, 1)
+        c.write(start + 8 * ka.SEGMENTS, Value(at + 1).address, 3)
+        c.launch(self._kernel, Value(at + 4), Value(at + 5), stream, self._block.address)
+
+    def job(self, ids: int, first: int, count: int, status: int) -> tuple[int, int, int, int, int, int]:
+        """The values of one launch for items `first` to `first + count`."""
+        found = self._jobs.get(count)
+        if found is None:
+            segments = count * self._per_item
+            if len(self._jobs) >= _MOST:
+                self._jobs.clear()
+            found = self._jobs[count] = segments, *launch_shape(segments, self._most, self.plan.threads)
+        return ids, found[0], first, status, found[1], found[2]
+
     def _shape(self, count: int) -> None:
         segments = count * self._per_item
         self._words[ka.SEGMENTS] = segments
-        ctas, threads = launch_shape(segments, self._most, self._plan.threads)
+        ctas, threads = launch_shape(segments, self._most, self.plan.threads)
         self._values[self._short], self._values[self._short + 1] = ctas, threads
         self._count = count

@@ -10,11 +10,13 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters.lmcache import _launch, _place
+from kvraw.adapters.lmcache import _groups, _launch, _place
 from kvraw.runtime.context import DeviceScope
 from tests.adapters.test_lmcache_blocks import World, call
+from tests.adapters.test_lmcache_groups import TOKENS, Plan, S
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.memory import Laid, Tensor, numbers
+from tests.helpers.oracle import move
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +178,89 @@ def test_layers(device: int, bound: list[bool], name: str, way: Any) -> None:
         w.check()
         tokens.check()
     assert bound[-3:] == [True] * 3
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each plan was carried out by a program."""
+    seen: list[bool] = []
+    run = _groups._Repeats.run
+
+    def noted(*args: Any) -> bool:
+        seen.append(run(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(_groups._Repeats, "run", noted)
+    return seen
+
+
+@pytest.mark.parametrize("number", [1, 0, 7, 9])
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("alignment", [64, 1 << 20])
+def test_plans(device: int, programs: list[bool], to_host: bool, number: int, alignment: int) -> None:
+    p = Plan(device, to_host, number)
+    for k in range(5):
+        skip = k % 2
+        if to_host:
+            temp = [t.reshape(2, S.nl, TOKENS, S.nh * S.d) for t in p.temp.arrays]
+            for batch, left_out in enumerate((skip, 0)):
+                ids = p.ids[batch * 4 :][:4]
+                move(number, S, p.cache.arrays, temp, "2LTD", TOKENS, "store", "block", ids, left_out)
+                for at in range(2):
+                    p.host.arrays[batch * 2 + at][:] = temp[at]
+        else:
+            move(number, S, p.cache.arrays, p.host.arrays, "2LTD", TOKENS, "load", "block", p.ids, skip)
+            for at in range(2):
+                p.temp.arrays[at][:] = p.host.arrays[2 + at].ravel()
+        p.run(steps=p.steps((skip, 0)), alignment=alignment)
+        for one in (p.cache, p.host, p.temp):
+            one.check()
+    assert programs == [False, True, True, True, True]
+    with pytest.raises(kvraw.KvrawError, match="must lie within the 8 ids"):
+        p.run(steps=p.steps(block_ids_offset=5))
+    p.close()
+
+
+def test_bad_ids_of_a_plan_are_raised_once(device: int, programs: list[bool]) -> None:
+    p = Plan(device, True)
+    p.ids = [8, 0, 3, 77, 5, 99, 7, 4]
+    p.device_ids = numbers(p.ids, "device", device)
+    for later in (False, True):
+        p.run()
+        assert programs[-1] is later
+        p.host.memory.read()
+        with pytest.raises(kvraw.BoundsError, match=r"block_ids\[[31]\] is (77|99), must be in \[0, 9\)"):
+            p.run(groups=[], steps=[])
+        p.run(groups=[], steps=[])
+    p.close()
+
+
+def test_a_plan_in_a_capture(fake: FakeDriver, programs: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    p = Plan(0, True)
+    with kvraw.Stream(0) as stream:
+        monkeypatch.setattr(_place, "_raw_stream", lambda device: stream.handle)
+        for _ in range(2):
+            p.run()
+        fake.capture(stream.handle, True)
+        p.run()
+        fake.capture(stream.handle, False)
+        stream.synchronize()
+    assert programs == [False, True, False]
+    p.close()
+
+
+def test_host_memory_of_a_plan_that_is_pinned_no_more(fake: FakeDriver, programs: list[bool]) -> None:
+    """It was registered by somebody else: a plan then goes step by step."""
+    p = Plan(0, False)
+    p.host = Laid("host", [(2, S.nl, TOKENS, S.nh * S.d)] * 4, 0, 2)
+    memory = p.host.memory
+    start = memory.address // 4096 * 4096
+    fake.host_register(start, -(-(memory.address + memory.nbytes - start) // 4096) * 4096)
+    for _ in range(2):
+        p.run()
+    p.temp.memory.read()
+    fake.host_unregister(start)
+    p.run()
+    p.temp.memory.read()
+    assert programs == [False, True, False]
+    p.close()
