@@ -10,7 +10,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters.lmcache import _groups, _launch, _place
+from kvraw.adapters.lmcache import _blocks, _groups, _launch, _place
 from kvraw.runtime.context import DeviceScope
 from tests.adapters.test_lmcache_blocks import World, call
 from tests.adapters.test_lmcache_groups import TOKENS, Plan, S
@@ -264,3 +264,76 @@ def test_host_memory_of_a_plan_that_is_pinned_no_more(fake: FakeDriver, programs
     p.temp.memory.read()
     assert programs == [False, True, False]
     p.close()
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call found its objects where those of the one before lay."""
+    seen: list[bool] = []
+    repeat = _blocks.Blocks._repeat_pinned
+
+    def noted(*args: Any) -> bool:
+        seen.append(repeat(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(_blocks.Blocks, "_repeat_pinned", noted)
+    return seen
+
+
+@pytest.mark.parametrize("engine", ["auto", "kernel"])
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("kind", ["host ids", "device ids", "tensors"])
+def test_blocks_of_pinned_memory(
+    device: int, pinned: list[bool], monkeypatch: pytest.MonkeyPatch, engine: str, direction: str, kind: str
+) -> None:
+    monkeypatch.setenv("KVRAW_ENGINE", engine)
+    w = World(1, 2, device, 3, "pinned")
+    rng = np.random.default_rng(4)
+    objects = w.objects.tensors(2) if kind == "tensors" else None
+    for k in range(6):
+        ids = rng.permutation(7)[:6].tolist()
+        skip = k % 2
+        w.expect(direction, ids, skip)
+        given = numbers(ids, "device", device) if kind == "device ids" else ids
+        call(w, given, ops.D2H if direction == "store" else ops.H2D, skip=skip, objects=objects)
+        w.check()
+    assert pinned[-3:] == [True] * 3
+    w.close()
+
+
+def test_objects_that_are_pinned_no_more(fake: FakeDriver, pinned: list[bool]) -> None:
+    w = World(1, 2, 0, 2, "host")
+    memory = w.objects.memory
+    begin = memory.address // 4096 * 4096
+    whole = -(-(memory.address + memory.nbytes - begin) // 4096) * 4096
+    for there in (True, False, True):
+        if there:
+            fake.host_register(begin, whole)
+        for _ in range(3):
+            w.expect("store", [3, 1, 6, 0], 0)
+            call(w, [3, 1, 6, 0], ops.D2H)
+            w.check()
+        assert pinned[-1] is there
+        if there:
+            fake.host_unregister(begin)
+    w.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_bad_id_of_pinned_memory(device: int, pinned: list[bool], on_device: bool) -> None:
+    w = World(1, 2, device, 2, "pinned")
+    good, bad = [3, 1, 6, 0], [3, 1, 9, 0]
+    if on_device:
+        good, bad = numbers(good, "device", device), numbers(bad, "device", device)  # type: ignore[assignment]
+    for _ in range(3):
+        call(w, good, ops.D2H)
+    if on_device:
+        call(w, bad, ops.D2H)
+        w.objects.memory.read()
+        bad = good
+    with pytest.raises(kvraw.BoundsError, match=r"block_ids\[2\] is 9, must be in \[0, 7\)"):
+        call(w, bad, ops.D2H)
+    for _ in range(2):
+        call(w, good, ops.D2H)
+    assert pinned[-1]
+    w.close()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvraw import config
-from kvraw.adapters.found import raise_found, teller
+from kvraw.adapters.found import pending, raise_found, teller
 from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import remembered
@@ -29,6 +29,7 @@ from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import IndexVector, is_pointer, tensor_view
 from kvraw.cache import PagedCache, require_host
+from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import FORMATS
 from kvraw.plain import odd, unusable
@@ -36,7 +37,8 @@ from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import locate_all
+from kvraw.runtime.memory import locate_all, pinned_at
+from kvraw.runtime.stream import LEGACY
 from kvraw.transfer_plan import Direction, TransferPlan
 
 if TYPE_CHECKING:
@@ -149,6 +151,8 @@ class Blocks:
         self._open = config.ENGINE.get() in ("auto", "kernel")
         self._plan: TransferPlan | None = None
         self._rows: dict[tuple[int, ...], Any] = {}
+        self._pinned = (0, 0, 0, 0)  # where objects lay in pinned memory, as `pinned_at`
+        self._state: DeviceState | None = None
         if paged.whole:
             cache = PagedCache(paged.parts[0].layout, paged.reached()[0].host, paged.device)
             way: Direction = "store" if to_host else "load"
@@ -241,22 +245,30 @@ class Blocks:
             assert row is not None
             return self._copies.run(row, ids, skip, ids.count - skip, stream, captured, waited=waited)
         unseen = device is not None and ids.host is None and not waited
-        return self._plan(places, ids, skip=skip, stream=stream, on_error=teller(device) if unseen else None)
+        done = self._plan(places, ids, skip=skip, stream=stream, on_error=teller(device) if unseen else None)
+        if device is not None and not captured:
+            self._learn_pinned(places, device)
+        return done
 
     def _repeat(self, objects: Sequence[Any], ids: Any, skip: int, device: int, stream: int) -> bool:
         """Move as an earlier call did, objects that lie on the device by ids there; False: all must be looked at."""
         there = ids_on(ids, device)
-        if there is None or not objects or type(objects[0]) is not int:
+        if not objects:
             return False
-        places = tuple(objects)
-        try:
-            row = self._rows.get(places)
-        except TypeError:  # tensors among them
+        if type(objects[0]) is int:
+            places = tuple(objects)
+            try:
+                row = self._rows.get(places)
+            except TypeError:  # tensors among them
+                return False
+        elif there is None:
+            places, row = tuple(self._places(objects)[0]), None
+        else:
             return False
         if type(row) is not tuple:
-            return False
-        count = min(there[2], len(places) * self.per_object) - skip
-        if count <= 0:
+            return self._plan is not None and self._repeat_pinned(places, objects, ids, there, skip, device, stream)
+        count = 0 if there is None else min(there[2], len(places) * self.per_object) - skip
+        if count <= 0 or there is None:
             return False
         bits = 0
         for place in places:
@@ -264,12 +276,53 @@ class Blocks:
         refs = (ids, objects)
         return self._copies.repeat(stream, places, bits & 15, there, skip, count, memory=(places[0], row[1]), refs=refs)
 
+    def _repeat_pinned(
+        self,
+        places: tuple[int, ...],
+        objects: Sequence[Any],
+        ids: Any,
+        there: tuple[int, int, int] | None,
+        skip: int,
+        device: int,
+        stream: int,
+    ) -> bool:
+        """The same for objects in the registration that those of the last call lay in."""
+        begin, end, shift, number = self._pinned
+        if not number or min(places) < begin or max(places) > end - self.nbytes:
+            return False
+        d, state = driver(), self._state
+        if state is None or state.lost or state.owner is not d or pending(state) or d.context_device() != device:
+            return False
+        if d.pointer_number(places[0]) != number or (stream not in LEGACY and d.stream_capturing(stream)):
+            return False
+        most = len(places) * self.per_object
+        if there is None:
+            index = ids_of("block_ids", ids, device, most, objects)
+            if index.host is None:
+                return False
+        else:
+            address, width, count = there
+            index = IndexVector(None, address, min(count, most), width, device, (ids, objects))
+        if index.count <= skip:
+            return False
+        addresses = np.array(places, np.uint64)
+        seen = addresses + np.uint64(shift % 2**64) if shift else addresses
+        assert self._plan is not None
+        told = None if there is None else teller(device)
+        self._plan.enqueue(state, addresses, seen, index, skip, stream, on_error=told)
+        return True
+
+    def _learn_pinned(self, places: list[int], device: int) -> None:
+        """Note where objects lie, for `_repeat_pinned`."""
+        with DeviceScope(device):
+            self._pinned, self._state = pinned_at(places[0]), device_state(device)
+
     def move(self, objects: Sequence[Any], block_ids: Any, skip: int) -> None:
         """Move blocks on the caller's stream; pageable objects are filled on return."""
         device, stream = self.paged.device, None
         if device is not None:
             stream = current_stream(device)
-            if self._rows and self._repeat(objects, block_ids, skip, device, stream):
+            if self._open and self._repeat(objects, block_ids, skip, device, stream):
                 return
         ids = ids_of("block_ids", block_ids, device, len(objects) * self.per_object, objects)
         captured = device is not None and stream is not None and raise_found(device, stream)

@@ -25,7 +25,10 @@ def _width(dtype: Any) -> int:
 def ids_on(ids: Any, device: int) -> tuple[int, int, int] | None:
     """Address, bytes and number of ids that a kernel of the device can read as they lie; None for others."""
     try:
-        where, width = ids.device, _widths.get(ids.dtype)
+        where = ids.device
+        width = _widths.get(ids.dtype)
+        if width is None:
+            width = _width(ids.dtype)
         (count,) = ids.shape
         if not width or where.index != device or where.type == "cpu" or not ids.is_contiguous():
             return None
