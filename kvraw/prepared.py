@@ -227,6 +227,11 @@ class PreparedCopy:
                 state, ends[0], ends[1], count, handle, first=first, link=ready.link, captured=capturing, refs=refs
             )
 
+    @property
+    def kernel(self) -> KernelPlan:
+        """What the kernel engine launches."""
+        return self._kernel
+
     def ready(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
     ) -> Ready:
