@@ -267,6 +267,7 @@ def null_driver() -> Iterator[NullDriver]:
         return 0
 
     made = cfunc("int32(int64)")(lambda a: 0)
+
     names = (*program.pr.CALLS.values(), "cuThreadExchangeStreamCaptureMode")
     addresses = dict.fromkeys(names, made.address) | {"cuPointerGetAttribute": number.address}
     functions = program.DriverFunctions(addresses, lambda *_: DriverError("failed", 1, ""))

@@ -1,4 +1,4 @@
-"""Where a process can have memory: other addresses are refused before the CPU follows them."""
+"""Addresses at which a process can have memory: other addresses are refused before the CPU follows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FIRST", "TOP", "in_reach", "no_address", "require_address", "require
 
 
 def _top() -> int:
-    """Where addresses end: on x86-64 half of what the page tables of this machine translate."""
+    """The end of all addresses: on x86-64 half of what the page tables of this machine translate."""
     if platform.machine() != "x86_64":
         return 1 << 63
     # With four levels there is nothing from 2**47 on; with five only for those who name such an address.
@@ -53,7 +53,7 @@ def no_address(name: str, address: int, nbytes: int) -> BoundsError:
 
 
 def in_reach(address: int, nbytes: int) -> bool:
-    """Whether a process can have memory there."""
+    """True where a process can have memory there."""
     return FIRST <= address <= TOP - nbytes
 
 

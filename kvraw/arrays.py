@@ -37,7 +37,7 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """Where a tensor's elements lie.
+    """The memory of a tensor.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class TensorView:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie in order and without gaps."""
+        """True where the elements lie in order and without gaps."""
         return self.strides == _tight(self.shape, self.itemsize) or self.nbytes == 0
 
 
@@ -245,7 +245,7 @@ def host_bytes(view: TensorView) -> npt.NDArray[np.uint8]:
 
 
 def is_pointer(value: object) -> bool:
-    """Whether a value is a plain address."""
+    """True where a value is a plain address."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

@@ -22,7 +22,15 @@ __all__ = ["BatchCopy", "memcpy_batch"]
 
 
 class BatchCopy:
-    """A batch of copies that was enqueued (with a stream) or is done (without one)."""
+    """A batch of copies that was enqueued (with a stream) or is done (without one); what `memcpy_batch` returns.
+
+    Examples
+    --------
+    >>> a, b = np.arange(8), np.zeros(8, np.int64)
+    >>> batch = kvraw.memcpy_batch([b.ctypes.data], [a.ctypes.data], [64])
+    >>> batch.done()
+    True
+    """
 
     __slots__ = ("_completion",)
 
@@ -30,11 +38,28 @@ class BatchCopy:
         self._completion = completion
 
     def done(self) -> bool:
-        """Whether the copies are over; never waits."""
+        """Ask whether the copies are over; never waits.
+
+        Returns
+        -------
+        bool
+            Whether they are.
+        """
         return self._completion is None or self._completion.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait on the host until the copies are over; `TransferTimeoutError` where not after `timeout` seconds."""
+        """Wait on the host until the copies are over, with the GIL released.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait; default: for ever.
+
+        Raises
+        ------
+        TransferTimeoutError
+            They are not over after `timeout` seconds; they go on.
+        """
         if self._completion is not None:
             self._completion.wait(timeout)
 
@@ -65,6 +90,11 @@ def memcpy_batch(
     refs : tuple
         Kept alive until the copies are over. The three vectors need not be.
 
+    Returns
+    -------
+    BatchCopy
+        To wait for.
+
     Raises
     ------
     BoundsError
@@ -74,6 +104,14 @@ def memcpy_batch(
         context is current and no device is named.
     DriverError
         The driver refused; `index` is the failing entry where it told. Entries before it may have been enqueued.
+
+    Examples
+    --------
+    >>> a, b = np.arange(4096, dtype=np.uint8), np.zeros(4096, np.uint8)
+    >>> offsets = np.array([0, 1024, 3000], np.uint64)
+    >>> kvraw.memcpy_batch(offsets + b.ctypes.data, offsets + a.ctypes.data, [1000, 24, 96]).wait()
+    >>> bool((b[3000:3096] == a[3000:3096]).all()), int(b[1048:3000].sum())
+    (True, 0)
     """
     to, at, n = pointer_vector("dst", dst), pointer_vector("src", src), pointer_vector("sizes", sizes)
     if not len(to) == len(at) == len(n):

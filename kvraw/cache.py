@@ -39,7 +39,20 @@ def _flatten(views: Any) -> list[TensorView]:
 class PagedCache(Uncopied):
     """A paged KV cache. It borrows the memory, and keeps tensors that it was made from alive.
 
-    Make one with `from_tensors` or `from_pointers`.
+    Make one with `from_tensors` or `from_pointers`, which look where memory lies; the constructor takes it on trust.
+
+    Parameters
+    ----------
+    layout : CacheLayout
+        Format and geometry.
+    bases : sequence of int
+        Base addresses in the format's order.
+    device : int or None
+        The device that holds the cache; None for host memory.
+    owner : object, optional
+        Kept alive with the cache.
+    readonly : bool
+        It must not be written.
 
     Attributes
     ----------
@@ -53,6 +66,17 @@ class PagedCache(Uncopied):
         A tensor says that it must not be written: the cache can be stored from, not loaded into.
     plans : dict
         Transfer plans that were made for the cache, used again by later calls; some hundred at most.
+
+    Raises
+    ------
+    BoundsError
+        There are too few or too many addresses, or one is null.
+
+    Examples
+    --------
+    >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16) for _ in range(3)]
+    >>> kvraw.PagedCache.from_tensors(layers, axes="PBTHD").geometry.blocks
+    8
     """
 
     def __init__(
@@ -105,6 +129,11 @@ class PagedCache(Uncopied):
         format, engine, kv_layout, block_size, num_heads, head_size, kv_list_layout, planes
             Hints, see `kvraw.discovery.discover`; needed only where the tensors leave a choice.
 
+        Returns
+        -------
+        PagedCache
+            The cache; it keeps the tensors alive.
+
         Raises
         ------
         LayoutError
@@ -113,6 +142,21 @@ class PagedCache(Uncopied):
             A tensor stands twice: layers that share one are handed over once.
         PlacementError
             They lie on different devices.
+        TypeError
+            Something is no tensor, or its memory is not what it says.
+
+        Examples
+        --------
+        >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16) for _ in range(3)]
+        >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")  # planes, blocks, tokens, heads, elements
+        >>> cache.geometry.layers, cache.geometry.block_size, cache.chunk_bytes(tokens=1)
+        (3, 16, 3072)
+
+        Two axes that could be exchanged are an error, not a guess:
+
+        >>> kvraw.PagedCache.from_tensors([np.zeros((2, 64, 8, 8, 128), np.int16)])
+        Traceback (most recent call last):
+        kvraw.errors.LayoutError: ...
         """
         views = _views(tensors)
         found = discover(
@@ -162,6 +206,11 @@ class PagedCache(Uncopied):
         owner : object, optional
             Kept alive with the cache.
 
+        Returns
+        -------
+        PagedCache
+            The cache; what lies at the addresses is the caller's to keep, or `owner`'s.
+
         Raises
         ------
         LayoutError
@@ -171,6 +220,13 @@ class PagedCache(Uncopied):
             block does.
         PlacementError
             The driver knows an address as other memory than that of `device`, or there is no such device.
+
+        Examples
+        --------
+        >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16) for _ in range(3)]
+        >>> geometry = kvraw.Geometry(layers=3, blocks=8, block_size=16, heads=4, head_size=64, element_size=2)
+        >>> kvraw.PagedCache.from_pointers([t.ctypes.data for t in layers], "NL_X_TWO_NB_BS_NH_HS", geometry)
+        PagedCache(NL_X_TWO_NB_BS_NH_HS: 3 layers, K and V apart, 8 blocks of 16 tokens, ...
         """
         if device is not None:
             device = integer("device", device)
@@ -203,7 +259,13 @@ class PagedCache(Uncopied):
         return made
 
     def require_writable(self) -> None:
-        """Raise `PlacementError` where it is read-only memory."""
+        """Raise `PlacementError` where it is read-only memory.
+
+        Raises
+        ------
+        PlacementError
+            It is.
+        """
         if self.readonly:
             raise PlacementError("cache holds a read-only tensor, must be writable for a load")
 
@@ -213,7 +275,23 @@ class PagedCache(Uncopied):
             raise reset_error(self.device, "the cache")
 
     def chunk_bytes(self, tokens: int) -> int:
-        """Bytes of a chunk of this many tokens: all layers, all planes."""
+        """Bytes of a chunk of this many tokens: all layers, all planes.
+
+        Parameters
+        ----------
+        tokens : int
+            Tokens of the chunk.
+
+        Returns
+        -------
+        int
+            Its bytes.
+
+        Raises
+        ------
+        BoundsError
+            `tokens` is not positive, or too large.
+        """
         tokens, most = integer("tokens", tokens), ((1 << 63) - 1) // self.geometry.token_bytes
         if not 0 < tokens <= most:
             raise BoundsError(f"tokens is {tokens}, must be in [1, {most}]")

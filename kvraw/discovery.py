@@ -27,7 +27,7 @@ __all__ = ["Discovery", "Tensors", "View", "discover"]
 
 
 class View(Protocol):
-    """What discovery asks of a tensor; strides are in bytes."""
+    """The attributes of a tensor that discovery uses; strides are in bytes."""
 
     @property
     def address(self) -> int: ...  # noqa: D102
@@ -74,7 +74,7 @@ def _described(name: str, view: View) -> str:
 
 
 def _memory(views: dict[str, View], levels: tuple[int, ...]) -> Memory:
-    """What all tensors share: no two of their elements are at one address."""
+    """Shape, strides and element size that all tensors share: no two of their elements are at one address."""
     (first, view), *others = views.items()
     memory = Memory(tuple(map(int, view.shape)), tuple(map(int, view.strides)), view.itemsize, levels)
     for name, other in others:
@@ -172,7 +172,7 @@ def _shown(row: Row, reading: Reading) -> str:
 
 
 def _says(row: Row, reading: Reading, hint: str) -> object:
-    """What `hint` would say for this reading; None where it says nothing certain."""
+    """The value of `hint` that means this reading; None where none does for certain."""
     assert reading.layout is not None
     if hint == "axes":
         return str(reading.spelling)

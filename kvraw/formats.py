@@ -51,7 +51,7 @@ class Format:
 
     @property
     def hnd(self) -> bool:
-        """Whether heads are outside the tokens of a block."""
+        """True where heads are outside the tokens of a block."""
         return "H" in self.axes and self.axes.index("H") < self.axes.index("T")
 
     def axes_for(self, planes: int) -> str | None:

@@ -50,12 +50,12 @@ class Row:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"format {self.format.number if self.format.number >= 0 else self.format.name}"
 
     @property
     def shown(self) -> str:
-        """What it looks like when handed in."""
+        """Its shape as it is handed in, for messages."""
         return f"{GIVEN[self.given]} [{', '.join(LETTERS[x] for x in self.dims)}]"
 
 

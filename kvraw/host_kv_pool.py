@@ -77,6 +77,27 @@ class HostKVPool(Uncopied):
         Where everything lies.
     bases : numpy.ndarray of uint64
         Address of each plane.
+
+    Raises
+    ------
+    LayoutError
+        There is no such layout, or not for these planes and heads.
+    BoundsError
+        `tokens` or `page_size` is not positive, or they do not fit.
+    HostMemoryError
+        There is not as much memory.
+
+    Examples
+    --------
+    >>> layers = [np.zeros((2, 64, 16, 4, 64), np.float16) for _ in range(2)]
+    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
+    >>> with kvraw.HostKVPool.like(cache, tokens=512, layout="page_first") as host:
+    ...     slots = host.alloc(32)
+    ...     host.backup(cache, np.arange(64, 96), slots).wait()  # on a GPU: stream=...
+    ...     host.load(cache, slots, np.arange(32)).wait()
+    ...     host.free(slots)
+    ...     host.available
+    512
     """
 
     def __init__(
@@ -122,7 +143,20 @@ class HostKVPool(Uncopied):
     def like(
         cls, cache: PagedCache, tokens: int, *, layout: str, page_size: int | None = None, device: int | None = None
     ) -> HostKVPool:
-        """A pool for the tokens of a cache."""
+        """A pool for the tokens of a cache.
+
+        Parameters
+        ----------
+        cache : PagedCache
+            Whose layers, heads and sizes it takes.
+        tokens, layout, page_size, device
+            As of the constructor; by default pages are the cache's blocks, and the device is the cache's.
+
+        Returns
+        -------
+        HostKVPool
+            The pool.
+        """
         g = cache.geometry
         return cls(
             layout=layout,
@@ -144,7 +178,23 @@ class HostKVPool(Uncopied):
             return self._book.available * self.page_size
 
     def alloc(self, tokens: int) -> I64 | None:
-        """Slots of whole pages for this many tokens, a multiple of the page size; None where too few are free."""
+        """Allocate slots of whole pages.
+
+        Parameters
+        ----------
+        tokens : int
+            How many slots; a multiple of the page size.
+
+        Returns
+        -------
+        numpy.ndarray of int64, or None
+            The slots; None where too few are free.
+
+        Raises
+        ------
+        BoundsError
+            `tokens` is negative, or no multiple.
+        """
         tokens = integer("tokens", tokens)
         if tokens < 0 or tokens % self.page_size:
             raise BoundsError(f"tokens is {tokens}, must be a multiple of the page size, {self.page_size}")
@@ -165,6 +215,11 @@ class HostKVPool(Uncopied):
     def free(self, slots: Any) -> None:
         """Give the slots of whole pages back, once no copy uses them any more.
 
+        Parameters
+        ----------
+        slots : sequence of int
+            As `alloc` returned them, or whole pages out of that.
+
         Raises
         ------
         BoundsError
@@ -183,7 +238,23 @@ class HostKVPool(Uncopied):
         self._book.give(pages)
 
     def numpy(self, plane: int = 0) -> np.ndarray:
-        """A plane's bytes, shaped as its layout says; the last axis counts bytes."""
+        """A plane's bytes, shaped as its layout says.
+
+        Parameters
+        ----------
+        plane : int
+            K or V; 0 where they are one.
+
+        Returns
+        -------
+        numpy.ndarray of uint8
+            A view; the last axis counts bytes.
+
+        Raises
+        ------
+        BoundsError
+            There is no such plane.
+        """
         g = self.layout.geometry
         if not 0 <= integer("plane", plane) < g.planes:
             raise BoundsError(f"plane is {plane}, must be in [0, {g.planes})")
@@ -206,6 +277,11 @@ class HostKVPool(Uncopied):
         options
             `engine`, `ctas` and `check`, as of `PreparedCopy`.
 
+        Returns
+        -------
+        Copy
+            To wait for.
+
         Raises
         ------
         BoundsError
@@ -216,7 +292,25 @@ class HostKVPool(Uncopied):
         return self._all(cache, cache_slots, slots, True, stream, options)
 
     def load(self, cache: PagedCache, slots: Any, cache_slots: Any, *, stream: Any = None, **options: Any) -> Copy:
-        """Copy slots of this pool to slots of a cache, all layers; see `backup`."""
+        """Copy slots of this pool to slots of a cache, all layers.
+
+        Parameters
+        ----------
+        cache, slots, cache_slots, stream, options
+            As of `backup`.
+
+        Returns
+        -------
+        Copy
+            To wait for.
+
+        Raises
+        ------
+        BoundsError, LayoutError
+            As of `backup`.
+        PlacementError
+            The cache is read-only.
+        """
         return self._all(cache, cache_slots, slots, False, stream, options)
 
     def load_layers(
@@ -225,6 +319,23 @@ class HostKVPool(Uncopied):
         """Load layer by layer, on a stream of kvraw's own behind what `stream` was given; see `backup`.
 
         `stream` itself goes on: what reads a layer there calls `LayerwiseLoad.wait_on` first.
+
+        Parameters
+        ----------
+        cache, slots, cache_slots, stream, options
+            As of `backup`.
+
+        Returns
+        -------
+        LayerwiseLoad
+            To wait for, layer by layer.
+
+        Raises
+        ------
+        BoundsError, LayoutError
+            As of `backup`.
+        PlacementError
+            The cache is read-only.
         """
         with self._call():
             partner, by, here, there = self._index(cache, cache_slots, slots, False)

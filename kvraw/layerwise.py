@@ -15,7 +15,20 @@ __all__ = ["LayerwiseLoad", "one_layer"]
 
 
 class LayerwiseLoad:
-    """A load of all layers in order, with an event behind each: a layer can be used while the next still moves."""
+    """A load of all layers in order, with an event behind each: a layer can be used while the next still moves.
+
+    What `HostKVPool.load_layers` returns.
+
+    Examples
+    --------
+    >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16) for _ in range(2)]
+    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
+    >>> host = kvraw.HostKVPool.like(cache, tokens=64, layout="layer_first")
+    >>> loading = host.load_layers(cache, host.alloc(16), np.arange(16))  # a LayerwiseLoad
+    >>> loading.wait()
+    >>> loading.done(layer=0)
+    True
+    """
 
     __slots__ = ("_copies",)
 
@@ -23,17 +36,46 @@ class LayerwiseLoad:
         self._copies = copies
 
     def wait_on(self, layer: int, stream: Any) -> None:
-        """Make a stream of the same device wait for a layer, and those before it."""
+        """Make a stream of the same device wait for a layer, and those before it.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        stream : object
+            The stream; ignored without a GPU.
+        """
         self._copies[layer].wait_on(stream)
 
     def done(self, layer: int = -1) -> bool:
-        """Whether a layer, and those before it, is there; default: all of them. Never waits."""
+        """Ask whether a layer, and those before it, is there. Never waits.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer; default: the last one.
+
+        Returns
+        -------
+        bool
+            Whether it is.
+        """
         return self._copies[layer].done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait on the host for all layers; raises `BoundsError` where a kernel met a bad slot.
+        """Wait on the host for all layers.
 
-        `TransferTimeoutError` where they are not there after `timeout` seconds.
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait; default: for ever.
+
+        Raises
+        ------
+        BoundsError
+            A kernel met a bad slot.
+        TransferTimeoutError
+            They are not there after `timeout` seconds; the load goes on.
         """
         end = None if timeout is None else time.monotonic() + timeout
         for copy in self._copies:

@@ -34,6 +34,12 @@ class Geometry:
         A count is no integer.
     LayoutError
         A count is out of bounds, or the cache takes 2**63 bytes or more.
+
+    Examples
+    --------
+    >>> geometry = kvraw.Geometry(layers=32, blocks=1000, block_size=16, heads=8, head_size=128, element_size=2)
+    >>> geometry.token_bytes
+    131072
     """
 
     layers: int
@@ -65,7 +71,18 @@ class Geometry:
         return self.layers * self.planes * self.heads * self.head_size * self.element_size
 
     def axis_sizes(self, tokens: int) -> dict[str, int]:
-        """Size of each axis letter, with this many tokens along ``T``."""
+        """Size of each axis letter.
+
+        Parameters
+        ----------
+        tokens : int
+            What ``T`` stands for: tokens of a block, or of a chunk.
+
+        Returns
+        -------
+        dict of str to int
+            The sizes of ``B``, ``L``, ``P``, ``T``, ``H`` and ``D``.
+        """
         return {
             "B": self.blocks,
             "L": self.layers,

@@ -1,4 +1,4 @@
-"""Which pages of a range are taken: one array says so; the list of free ones follows from it."""
+"""The taken pages of a range: one array says which; the list of free ones follows from it."""
 
 from __future__ import annotations
 

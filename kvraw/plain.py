@@ -20,7 +20,7 @@ def _odd_type(dtype: Any) -> bool:
 
 
 def odd(tensor: Any) -> bool:
-    """Whether the bytes of a torch tensor need more than its type to be read; cheap, to be asked at each call."""
+    """True where the bytes of a torch tensor need more than its type to be read; cheap, to be asked at each call."""
     dtype = tensor.dtype
     found = _odd.get(dtype)
     if (_odd_type(dtype) if found is None else found) and fault(tensor):
@@ -62,7 +62,7 @@ def fault(tensor: Any) -> str:
 
 
 def masked(array: Any) -> bool:
-    """Whether an array is a masked one, whose mask its memory does not hold."""
+    """True where an array is a masked one, whose mask its memory does not hold."""
     return type(array) is not np.ndarray and isinstance(array, np.ndarray) and hasattr(array, "_mask")
 
 

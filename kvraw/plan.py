@@ -30,8 +30,21 @@ class Side:
         Indices are in ``[0, limit)``.
     entries : int
         Length of the base table; 0 where it grows with the items (one base per chunk).
+    outer, inner, page : int
+        From one page to the next, from one item of a page to the next, and items of a page.
+    layer, plane, token, head : int
+        From one layer, plane, token or head to the next.
+    table_outer, table_layer, table_plane : int
+        The same for the base table, in entries.
     skip_negative : bool
         An index below zero leaves the item out instead of being an error.
+
+    Examples
+    --------
+    Rows of 64 bytes by number, eight of them:
+
+    >>> kvraw.Side(outer=64, limit=8).strides()
+    (0, 0, 0, 0)
     """
 
     outer: int
@@ -49,11 +62,23 @@ class Side:
     skip_negative: bool = False
 
     def strides(self) -> tuple[int, int, int, int]:
-        """Byte strides of (layer, plane, token, head)."""
+        """Byte strides of the inner dimensions.
+
+        Returns
+        -------
+        tuple of int
+            Those of layer, plane, token and head.
+        """
         return self.layer, self.plane, self.token, self.head
 
     def table_strides(self) -> tuple[int, int, int, int]:
-        """Table strides of (layer, plane, token, head), in entries."""
+        """Table strides of the inner dimensions, in entries.
+
+        Returns
+        -------
+        tuple of int
+            Those of layer, plane, token and head.
+        """
         return self.table_layer, self.table_plane, 0, 0
 
 
@@ -138,6 +163,14 @@ class CopyPlan:
         The sides, without a page split that changes nothing.
     runs_per_item, item_bytes : int
         Runs and bytes that one item moves, after folding.
+
+    Examples
+    --------
+    Two layers of 64 bytes that are neighbours on both sides fold into one run:
+
+    >>> rows = kvraw.Side(outer=128, layer=64, limit=8)
+    >>> kvraw.CopyPlan(rows, rows, layers=2, planes=1, tokens=1, heads=1, run=64).run_bytes
+    128
     """
 
     src: Side
@@ -180,5 +213,16 @@ class CopyPlan:
             object.__setattr__(self, name, value)
 
     def width(self, *addresses: int) -> int:
-        """Widest access in bytes (16, 8, 4, 2 or 1) that the strides, the run and these addresses allow."""
+        """Widest access that the strides, the run and these addresses allow.
+
+        Parameters
+        ----------
+        *addresses : int
+            Base addresses, or all of them or-ed together.
+
+        Returns
+        -------
+        int
+            16, 8, 4, 2 or 1 bytes.
+        """
         return gcd(16, self.stride_alignment, *addresses)

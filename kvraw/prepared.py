@@ -32,7 +32,18 @@ _ENGINES = ("auto", "kernel", "copy", "cpu", "reference")
 
 
 class Copy:
-    """A copy that was enqueued (GPU) or is done (CPU)."""
+    """A copy that was enqueued (GPU) or is done (CPU); what `PreparedCopy` and `HostKVPool` return.
+
+    Examples
+    --------
+    >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16)]
+    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
+    >>> host = kvraw.HostKVPool.like(cache, tokens=64, layout="page_first")
+    >>> copy = host.backup(cache, np.arange(16), host.alloc(16))  # a Copy
+    >>> copy.wait()
+    >>> copy.engine
+    'cpu'
+    """
 
     __slots__ = ("_completion", "_device", "engine")
 
@@ -45,13 +56,29 @@ class Copy:
         return self._completion
 
     def done(self) -> bool:
-        """Whether the copy is over; never waits."""
+        """Ask whether the copy is over; never waits.
+
+        Returns
+        -------
+        bool
+            Whether it is.
+        """
         return self._completion is None or self._completion.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait on the host until the copy is over; raises `BoundsError` where the kernel met a bad index.
+        """Wait on the host until the copy is over, with the GIL released.
 
-        `TransferTimeoutError` where it is not after `timeout` seconds.
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait; default: for ever.
+
+        Raises
+        ------
+        BoundsError
+            The kernel met a bad index.
+        TransferTimeoutError
+            It is not over after `timeout` seconds; it goes on.
         """
         if self._completion is not None:
             self._completion.wait(timeout)
@@ -82,6 +109,24 @@ class PreparedCopy:
         Check indices against the sides' limits, on the host where they are there, else in the kernel.
     names, index_names : tuple of str
         What errors call the source and the destination, and their indices.
+
+    Raises
+    ------
+    LayoutError
+        There is no such engine, or not for this device.
+    BoundsError
+        `ctas` is negative.
+
+    Examples
+    --------
+    Rows of 64 bytes, by number, out of one table into another:
+
+    >>> rows = kvraw.Side(outer=64, limit=8)
+    >>> copy = kvraw.PreparedCopy(kvraw.CopyPlan(rows, rows, 1, 1, 1, 1, run=64), device=None)
+    >>> a, b = np.arange(512, dtype=np.uint8).reshape(8, 64), np.zeros((8, 64), np.uint8)
+    >>> copy([a.ctypes.data], [b.ctypes.data], 2, src_index=[7, 1], dst_index=[0, 1]).wait()
+    >>> bool((b[:2] == a[[7, 1]]).all()), int(b[2:].sum())
+    (True, 0)
     """
 
     def __init__(
@@ -141,6 +186,11 @@ class PreparedCopy:
         refs : object
             Kept alive until the copy is over.
 
+        Returns
+        -------
+        Copy
+            To wait for.
+
         Raises
         ------
         BoundsError
@@ -176,6 +226,11 @@ class PreparedCopy:
             return self.launch(
                 state, ends[0], ends[1], count, handle, first=first, link=ready.link, captured=capturing, refs=refs
             )
+
+    @property
+    def kernel(self) -> KernelPlan:
+        """What the kernel engine launches."""
+        return self._kernel
 
     def ready(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0

@@ -35,6 +35,13 @@ class Reached:
         Where registrations that they lie in end, whoever made them: no copy may span one.
     pageable : bool
         Pageable host memory is among them, which `seen` has as 0: for the copy engine alone.
+
+    Examples
+    --------
+    >>> memory = np.zeros(64, np.uint8)
+    >>> bases = np.array([memory.ctypes.data], np.uint64)
+    >>> len(kvraw.Reached(bases, bases, link=True))
+    1
     """
 
     host: U64

@@ -71,10 +71,65 @@ def store(
     check: bool = True,
     ctas: int | None = None,
 ) -> Transfer:
-    """Copy blocks of a cache to chunks; see `TransferPlan` for the arguments and errors.
+    """Copy blocks of a cache to chunks.
 
-    `chunk_tokens` defaults to what the chunks' size says. The plan is kept with the cache and used again, with the
-    engine that `KVRAW_ENGINE` named when it was made.
+    The plan for these options is kept with the cache and used again.
+
+    Parameters
+    ----------
+    cache : PagedCache
+        The cache.
+    chunks : sequence
+        Where to: `HostChunk`, tensors or arrays without gaps, or addresses (with `chunk_tokens`), in order.
+    block_ids : sequence of int, array or tensor
+        Blocks; entry i belongs to the i-th block of the row of chunks. On the host, or on the cache's device.
+    skip_blocks : int
+        Leading entries to leave out: their bytes stay as they are.
+    stream : object, optional
+        Stream of the cache's device (``__cuda_stream__``, ``cuda_stream``, or an integer), which the copy takes its
+        place on. Needed for a cache on a GPU; without one the copy is done when the call returns.
+    chunk_tokens : int, optional
+        Tokens of a chunk; default: what the size of the chunks says.
+    chunk_layout : str
+        Order of a chunk's axes: "2LTD", "T2D" or "L2TD".
+    engine : str, optional
+        "auto", "kernel", "copy", "staged", "cpu" or "reference"; default: `KVRAW_ENGINE` at the first such call.
+    check : bool
+        Check ids against the cache, and that no two chunks begin at one address.
+    ctas : int, optional
+        Most thread blocks of any kernel; 0: the copy engine alone.
+
+    Returns
+    -------
+    Transfer
+        To wait for. All that it uses is kept alive until the copy is over.
+
+    Raises
+    ------
+    BoundsError
+        Bad ids, too few chunks, or one of the wrong size; nothing is moved.
+    LayoutError
+        The size of a chunk does not go with the cache, or nothing says it.
+    PlacementError
+        Memory lies where the engine does not reach it, or the stream is another device's.
+    ClosedError
+        A chunk, or its pool, was given back.
+    TypeError
+        An argument is of the wrong kind; on a GPU, `stream` is missing.
+
+    See Also
+    --------
+    TransferPlan : the same, made once for many calls.
+
+    Examples
+    --------
+    >>> layers = [np.arange(8 * 4 * 2 * 4, dtype=np.float32).reshape(1, 8, 4, 2, 4).repeat(2, 0)]
+    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
+    >>> pool = kvraw.HostPool(1 << 20, pin=False)
+    >>> chunks = pool.chunks(1, cache.chunk_bytes(tokens=8))
+    >>> kvraw.store(cache, chunks, [5, 2]).wait()
+    >>> bool((chunks[0].numpy(np.float32)[:32].reshape(4, 2, 4) == layers[0][0, 5]).all())
+    True
     """
     plan = _plan_for(cache, "store", "block", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
     return plan(chunks, block_ids, skip=skip_blocks, stream=stream)
@@ -93,7 +148,63 @@ def load(
     check: bool = True,
     ctas: int | None = None,
 ) -> Transfer:
-    """Copy chunks to blocks of a cache; see `TransferPlan` for the arguments and errors."""
+    """Copy chunks to blocks of a cache: what `store` copied, or anything of that layout.
+
+    Parameters
+    ----------
+    cache : PagedCache
+        The cache.
+    chunks : sequence
+        Where from: `HostChunk`, tensors or arrays without gaps, or addresses (with `chunk_tokens`), in order.
+    block_ids : sequence of int, array or tensor
+        Blocks; entry i belongs to the i-th block of the row of chunks. On the host, or on the cache's device.
+    skip_blocks : int
+        Leading entries to leave out: their bytes stay as they are.
+    stream : object, optional
+        Stream of the cache's device (``__cuda_stream__``, ``cuda_stream``, or an integer), which the copy takes its
+        place on. Needed for a cache on a GPU; without one the copy is done when the call returns.
+    chunk_tokens : int, optional
+        Tokens of a chunk; default: what the size of the chunks says.
+    chunk_layout : str
+        Order of a chunk's axes: "2LTD", "T2D" or "L2TD".
+    engine : str, optional
+        "auto", "kernel", "copy", "staged", "cpu" or "reference"; default: `KVRAW_ENGINE` at the first such call.
+    check : bool
+        Check ids against the cache, and on the host that none stands twice.
+    ctas : int, optional
+        Most thread blocks of any kernel; 0: the copy engine alone.
+
+    Returns
+    -------
+    Transfer
+        To wait for. All that it uses is kept alive until the copy is over.
+
+    Raises
+    ------
+    BoundsError
+        Bad or repeated ids, too few chunks, or one of the wrong size; nothing is moved.
+    LayoutError
+        The size of a chunk does not go with the cache, or nothing says it.
+    PlacementError
+        Memory lies where the engine does not reach it, the cache is read-only, or the stream is another device's.
+    ClosedError
+        A chunk, or its pool, was given back.
+    TypeError
+        An argument is of the wrong kind; on a GPU, `stream` is missing.
+
+    Examples
+    --------
+    >>> layers = [np.arange(8 * 4 * 2 * 4, dtype=np.float32).reshape(1, 8, 4, 2, 4).repeat(2, 0)]
+    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
+    >>> pool = kvraw.HostPool(1 << 20, pin=False)
+    >>> chunks = pool.chunks(1, cache.chunk_bytes(tokens=8))
+    >>> kvraw.store(cache, chunks, [5, 2]).wait()
+    >>> before = layers[0][:, 5].copy()
+    >>> layers[0][:] = 0
+    >>> kvraw.load(cache, chunks, [5, 2]).wait()
+    >>> bool((layers[0][:, 5] == before).all()), bool(layers[0][:, 3].any())
+    (True, False)
+    """
     plan = _plan_for(cache, "load", "block", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
     return plan(chunks, block_ids, skip=skip_blocks, stream=stream)
 
@@ -111,7 +222,61 @@ def store_slots(
     check: bool = True,
     ctas: int | None = None,
 ) -> Transfer:
-    """Copy single tokens of a cache to chunks, by slot mapping; a negative slot leaves its token out."""
+    """Copy single tokens of a cache to chunks, by slot mapping.
+
+    Parameters
+    ----------
+    cache : PagedCache
+        The cache.
+    chunks : sequence
+        Where to: `HostChunk`, tensors or arrays without gaps, or addresses (with `chunk_tokens`), in order.
+    slots : sequence of int, array or tensor
+        Slots (block * block_size + offset); entry i belongs to the i-th token of the row of chunks, and a negative one
+        leaves its token out. On the host, or on the cache's device.
+    skip_tokens : int
+        Leading entries to leave out: their bytes stay as they are.
+    stream : object, optional
+        Stream of the cache's device (``__cuda_stream__``, ``cuda_stream``, or an integer), which the copy takes its
+        place on. Needed for a cache on a GPU; without one the copy is done when the call returns.
+    chunk_tokens : int, optional
+        Tokens of a chunk; default: what the size of the chunks says.
+    chunk_layout : str
+        Order of a chunk's axes: "2LTD", "T2D" or "L2TD".
+    engine : str, optional
+        "auto", "kernel", "copy", "staged", "cpu" or "reference"; default: `KVRAW_ENGINE` at the first such call.
+    check : bool
+        Check slots against the cache, and that no two chunks begin at one address.
+    ctas : int, optional
+        Most thread blocks of any kernel; 0: the copy engine alone.
+
+    Returns
+    -------
+    Transfer
+        To wait for. All that it uses is kept alive until the copy is over.
+
+    Raises
+    ------
+    BoundsError
+        Bad slots, too few chunks, or one of the wrong size; nothing is moved.
+    LayoutError
+        The size of a chunk does not go with the cache, or nothing says it.
+    PlacementError
+        Memory lies where the engine does not reach it, or the stream is another device's.
+    ClosedError
+        A chunk, or its pool, was given back.
+    TypeError
+        An argument is of the wrong kind; on a GPU, `stream` is missing.
+
+    Examples
+    --------
+    >>> layers = [np.arange(8 * 4 * 2 * 4, dtype=np.float32).reshape(1, 8, 4, 2, 4).repeat(2, 0)]
+    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
+    >>> pool = kvraw.HostPool(1 << 20, pin=False)
+    >>> chunks = pool.chunks(1, cache.chunk_bytes(tokens=8))
+    >>> kvraw.store_slots(cache, chunks, [9, -1, 4]).wait()  # the second token of the chunk stays as it is
+    >>> bool((chunks[0].numpy(np.float32)[:8].reshape(2, 4) == layers[0][0, 2, 1]).all())
+    True
+    """
     plan = _plan_for(cache, "store", "slot", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
     return plan(chunks, slots, skip=skip_tokens, stream=stream)
 
@@ -129,6 +294,62 @@ def load_slots(
     check: bool = True,
     ctas: int | None = None,
 ) -> Transfer:
-    """Copy chunks to single tokens of a cache, by slot mapping; a negative slot leaves its token out."""
+    """Copy chunks to single tokens of a cache, by slot mapping.
+
+    Parameters
+    ----------
+    cache : PagedCache
+        The cache.
+    chunks : sequence
+        Where from: `HostChunk`, tensors or arrays without gaps, or addresses (with `chunk_tokens`), in order.
+    slots : sequence of int, array or tensor
+        Slots (block * block_size + offset); entry i belongs to the i-th token of the row of chunks, and a negative one
+        leaves its token out. On the host, or on the cache's device.
+    skip_tokens : int
+        Leading entries to leave out: their bytes stay as they are.
+    stream : object, optional
+        Stream of the cache's device (``__cuda_stream__``, ``cuda_stream``, or an integer), which the copy takes its
+        place on. Needed for a cache on a GPU; without one the copy is done when the call returns.
+    chunk_tokens : int, optional
+        Tokens of a chunk; default: what the size of the chunks says.
+    chunk_layout : str
+        Order of a chunk's axes: "2LTD", "T2D" or "L2TD".
+    engine : str, optional
+        "auto", "kernel", "copy", "staged", "cpu" or "reference"; default: `KVRAW_ENGINE` at the first such call.
+    check : bool
+        Check slots against the cache, and on the host that none stands twice.
+    ctas : int, optional
+        Most thread blocks of any kernel; 0: the copy engine alone.
+
+    Returns
+    -------
+    Transfer
+        To wait for. All that it uses is kept alive until the copy is over.
+
+    Raises
+    ------
+    BoundsError
+        Bad or repeated slots, too few chunks, or one of the wrong size; nothing is moved.
+    LayoutError
+        The size of a chunk does not go with the cache, or nothing says it.
+    PlacementError
+        Memory lies where the engine does not reach it, the cache is read-only, or the stream is another device's.
+    ClosedError
+        A chunk, or its pool, was given back.
+    TypeError
+        An argument is of the wrong kind; on a GPU, `stream` is missing.
+
+    Examples
+    --------
+    >>> layers = [np.arange(8 * 4 * 2 * 4, dtype=np.float32).reshape(1, 8, 4, 2, 4).repeat(2, 0)]
+    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
+    >>> pool = kvraw.HostPool(1 << 20, pin=False)
+    >>> chunks = pool.chunks(1, cache.chunk_bytes(tokens=8))
+    >>> kvraw.store_slots(cache, chunks, [9, -1, 4]).wait()
+    >>> layers[0][:] = 0
+    >>> kvraw.load_slots(cache, chunks, [30, -1, 31]).wait()
+    >>> layers[0][0, 7, 2:, 0, 0].tolist()
+    [72.0, 32.0]
+    """
     plan = _plan_for(cache, "load", "slot", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
     return plan(chunks, slots, skip=skip_tokens, stream=stream)

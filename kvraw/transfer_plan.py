@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from kvraw import config
-from kvraw.arrays import IndexVector, index_vector
+from kvraw.arrays import U64, IndexVector, index_vector
 from kvraw.cache import PagedCache
 from kvraw.checks import Uncopied, integer
 from kvraw.chunks import ChunkRow
@@ -33,7 +33,18 @@ Direction = Literal["store", "load"]
 
 
 class Transfer(Uncopied):
-    """A store or a load that was enqueued (GPU) or is done (CPU)."""
+    """A store or a load that was enqueued (GPU) or is done (CPU); what `store`, `load` and plans return.
+
+    Examples
+    --------
+    >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16)]
+    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
+    >>> chunk = np.zeros(cache.chunk_bytes(tokens=32), np.uint8)
+    >>> transfer = kvraw.store(cache, [chunk], [3, 1])  # a Transfer
+    >>> transfer.wait(timeout=10)
+    >>> transfer.done(), transfer.engine
+    (True, 'cpu')
+    """
 
     __slots__ = ("_choice", "_completion", "plan")
 
@@ -48,7 +59,13 @@ class Transfer(Uncopied):
         return self._choice.engine
 
     def done(self) -> bool:
-        """Whether the copy is over; never waits."""
+        """Ask whether the copy is over; never waits.
+
+        Returns
+        -------
+        bool
+            Whether it is.
+        """
         return self._completion is None or self._completion.done()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -56,6 +73,11 @@ class Transfer(Uncopied):
 
         Of a transfer that was captured into a graph, this reports what replays met since the last call, and waits for
         nothing: synchronise the stream that replays first. What it uses is kept as long as the process runs.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait; default: for ever.
 
         Raises
         ------
@@ -77,7 +99,13 @@ class Transfer(Uncopied):
                 self._completion.wait_on(stream_handle(stream))
 
     def explain(self) -> str:
-        """What carries the copy out and why."""
+        """Say what carries the copy out and why.
+
+        Returns
+        -------
+        str
+            A few lines.
+        """
         return self.plan.describe(self._choice)
 
 
@@ -112,6 +140,17 @@ class TransferPlan(Uncopied):
     ------
     LayoutError, PlacementError
         The parts do not fit together, or a load's cache is read-only; says which.
+    BoundsError
+        `ctas` is negative.
+
+    Examples
+    --------
+    >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16)]
+    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
+    >>> plan = kvraw.TransferPlan(cache, "store", chunk_tokens=32)
+    >>> chunk = np.zeros(plan.chunk_bytes, np.uint8)
+    >>> for ids in ([3, 1], [5, 0]):
+    ...     plan([chunk], ids).wait()
     """
 
     def __init__(
@@ -218,6 +257,11 @@ class TransferPlan(Uncopied):
         on_error : callable, optional
             Receives what kernels find in ids on the device, once it is known, where nobody waits for the transfer.
 
+        Returns
+        -------
+        Transfer
+            To wait for.
+
         Raises
         ------
         BoundsError
@@ -323,6 +367,44 @@ class TransferPlan(Uncopied):
                 completion.hold(stream)
         return Transfer(self, completion, choice)
 
+    def enqueue(
+        self,
+        state: DeviceState,
+        addresses: U64,
+        seen: U64,
+        index: IndexVector,
+        skip: int,
+        stream: int,
+        *,
+        edges: tuple[int, ...] = (),
+        on_error: Callable[[Exception], None] | None = None,
+        refs: object = None,
+    ) -> Completion:
+        """A call for chunks in pinned memory of which it is known where they lie, in no capture.
+
+        The device's context is current, ids lie on the host or where its kernels reach them, and there are as many
+        chunks as they need.
+
+        Parameters
+        ----------
+        addresses, seen : numpy.ndarray of uint64
+            Of the chunks, as the host and as the device see them.
+        edges : tuple of int
+            Addresses in chunks that no copy may span.
+        refs : object
+            Kept until the copy is over.
+        """
+        assert self._gpu is not None
+        operation = state.books.begin(stream)
+        try:
+            count = index.count - skip
+            call = GpuCall(index, seen, addresses, skip, count, True, False, edges, on_error=on_error)
+            self._gpu.enqueue(state, operation, call)
+            return operation.commit((self.cache, index.owner, refs))
+        except BaseException:
+            operation.abort()
+            raise
+
     def _require_context(self, state: DeviceState) -> None:
         """Raise `ClosedError` where the device's context is not the one any more that the cache was made in."""
         if state.generation != self.cache.generation:
@@ -330,7 +412,13 @@ class TransferPlan(Uncopied):
         self._state = state
 
     def explain(self) -> str:
-        """What the plan does, in a line or two each; what carries out a call, its `Transfer.explain` says."""
+        """Say what the plan does; what carries out a call, its `Transfer.explain` says.
+
+        Returns
+        -------
+        str
+            A few lines.
+        """
         return self.describe(self._done if self._gpu is None else None)
 
     def describe(self, choice: Choice | None) -> str:

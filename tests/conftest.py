@@ -1,7 +1,8 @@
-"""Fixtures only; helpers live in tests/helpers."""
+"""Fixtures, and which tests run; helpers live in tests/helpers."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,23 @@ from kvraw.runtime import driver as driver_module
 from tests.emulator.fake_driver import FakeDriver
 
 DEVICE = int(os.environ.get("KVRAW_TEST_DEVICE", "0"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked exhaustive, but where ``-m`` names the marker or a test is named with its brackets."""
+    if "exhaustive" in (config.option.markexpr or "") or any("[" in arg for arg in config.args):
+        return
+    left = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collected() -> None:
+    """Have the collector pass over what modules before this one left: tests of leaks call it often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

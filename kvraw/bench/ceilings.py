@@ -1,4 +1,4 @@
-"""What this machine can do at best: plain copies, measured in the same run as the engines."""
+"""Ceilings of this machine: plain copies, measured in the same run as the engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call costs beside moving bytes: host time, one block from call to done, bounds checks, batch descriptors."""
+"""Costs of a call beside moving bytes: host time, one block from call to done, bounds checks, batch descriptors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ DEVICE_BYTES = 1 << 30  # between device memory: several times the L2 cache
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure.
+    """Options of a measurement.
 
     Attributes
     ----------

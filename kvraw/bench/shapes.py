@@ -36,7 +36,7 @@ class Shape:
     chunk_layout: str = "2LTD"
 
     def plan(self) -> CopyPlan:
-        """What a store of one block copies."""
+        """The copies of a store of one block."""
         geometry = replace(self.geometry, blocks=3)  # so that planes of one block do not fold
         paged = CacheLayout(find_format(self.format), geometry).side("block")
         flat = chunk_side(find_chunk_layout(self.chunk_layout), geometry, self.chunk_tokens, "block")

@@ -27,7 +27,7 @@ WIPED = 0xA5  # what wiped blocks hold before the load
 
 
 class _Place:
-    """Where the cache lies: in `image` itself, or in device memory that `image` is the host's copy of."""
+    """The cache's memory: `image` itself, or device memory that `image` is the host's copy of."""
 
     def __init__(self, image: kvraw.HostChunk, device: int | None, stack: ExitStack) -> None:
         self.image, self.device = image, device

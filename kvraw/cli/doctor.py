@@ -44,7 +44,7 @@ def _version(package: str) -> str | None:
 
 
 class _Findings:
-    """What is broken, and what could be better, each with what to change."""
+    """Problems and hints, each with what to change."""
 
     def __init__(self) -> None:
         self.problems: list[dict[str, str]] = []

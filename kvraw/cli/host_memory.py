@@ -1,4 +1,4 @@
-"""What kinds of host memory this machine gives to this process, found out by asking for a little of each."""
+"""Kinds of host memory that this machine gives to this process, by asking for a little of each."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ __all__ = ["cgroup_limit", "file_text", "memory_limits"]
 
 
 def memory_limits() -> dict[str, Any]:
-    """What bears on pinning and on huge pages; None: unlimited, or not there."""
+    """Limits on pinning and on huge pages; None: unlimited, or not there."""
     meminfo = dict(re.findall(r"^(\w+):\s+(\d+) kB", file_text("/proc/meminfo") or "", re.M))
     soft, hard = (None if x == resource.RLIM_INFINITY else x for x in resource.getrlimit(resource.RLIMIT_MEMLOCK))
     setting = re.search(r"\[(\w+)\]", file_text("/sys/kernel/mm/transparent_hugepage/enabled") or "")

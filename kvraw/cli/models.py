@@ -12,7 +12,7 @@ __all__ = ["MODELS", "Model"]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model decides its KV cache, on one rank, as vLLM lays it out.
+    """The numbers of a model that decide its KV cache, on one rank, as vLLM lays it out.
 
     Attributes
     ----------

@@ -11,7 +11,7 @@ __all__ = ["progress"]
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """What to call ahead of each step, with its name."""
+    """A function to be called ahead of each step, with its name."""
     if sys.stderr.isatty():
         try:
             from rich.console import Console

@@ -1,4 +1,4 @@
-"""What the demo's memory must hold, worked out with plain indexing of shaped arrays and none of kvraw's layouts."""
+"""Expected contents of the demo's memory, by plain indexing of shaped arrays, without kvraw's layouts."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ at_reset(_free.clear)
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where pieces of these sizes begin, one behind the other, and where the last ends."""
+    """Offsets of pieces of these sizes, one behind the other, and the end of the last."""
     out = [0]
     for size in sizes:
         out.append(out[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)

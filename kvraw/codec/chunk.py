@@ -54,6 +54,18 @@ class Compressed:
         The chunk's axes.
     dtype : str
         The chunk's element type.
+
+    Raises
+    ------
+    LayoutError, BoundsError
+        The parts do not fit together.
+
+    Examples
+    --------
+    >>> chunk = np.random.default_rng(3).standard_normal((2, 4, 64, 128)).astype(np.float16)
+    >>> stored = kvraw.codec.compress(chunk).to_bytes()
+    >>> kvraw.codec.Compressed.from_bytes(stored).decoded_nbytes == chunk.nbytes
+    True
     """
 
     encoded: Encoded
@@ -88,7 +100,13 @@ class Compressed:
         return self.decoded_nbytes / self.nbytes
 
     def to_bytes(self) -> bytes:
-        """Everything, behind a header with version, shapes and checksum."""
+        """Write everything behind a header with version, shapes and checksum.
+
+        Returns
+        -------
+        bytes
+            For `from_bytes`.
+        """
         sizes = (*(1 for _ in range(4 - len(self.shape))), *self.shape)
         head = _HEAD.pack(self.dtype.encode(), len(self.shape), *sizes)
         scales = self.bins.astype("<u2").tobytes() + self.maxima.astype("<f4").tobytes()
@@ -97,6 +115,11 @@ class Compressed:
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Compressed:
         """Read what `to_bytes` wrote; takes about the memory of `data`. What it decodes to: `decoded_nbytes`.
+
+        Returns
+        -------
+        Compressed
+            A copy: `data` need not be kept.
 
         Raises
         ------
@@ -134,10 +157,22 @@ def compress(chunk: Any, bins: int | Sequence[int] = 32, *, dtype: str | None = 
     stream : object
         On a GPU, the stream that the chunk is ready on.
 
+    Returns
+    -------
+    Compressed
+        In host memory.
+
     Raises
     ------
     BoundsError, LayoutError, TypeError, PlacementError
         See `quantize_into`.
+
+    Examples
+    --------
+    >>> chunk = np.random.default_rng(3).standard_normal((2, 4, 64, 128)).astype(np.float16)
+    >>> compressed = kvraw.codec.compress(chunk, bins=16)
+    >>> compressed.nbytes < chunk.nbytes, compressed.dtype
+    (True, 'float16')
     """
     taken = Chunk.take(chunk, dtype)
     shape: tuple[int, int, int] = taken.view.shape  # type: ignore[assignment]
@@ -202,6 +237,13 @@ def decompress(
         `out` does not fit; says why.
     BoundsError
         A new array would take more than `limit`.
+
+    Examples
+    --------
+    >>> chunk = np.random.default_rng(3).standard_normal((2, 4, 64, 128)).astype(np.float16)
+    >>> restored = kvraw.codec.decompress(kvraw.codec.compress(chunk))
+    >>> restored.shape, bool(np.abs(restored - chunk).max() < 0.2)
+    ((2, 4, 64, 128), True)
     """
     made = out
     if out is None:

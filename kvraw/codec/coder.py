@@ -66,6 +66,14 @@ def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None
     ------
     LayoutError, TypeError, PlacementError, BoundsError
         Shapes, element types or places do not fit, or a symbol is outside the alphabet; says which.
+
+    Examples
+    --------
+    >>> symbols = np.array([0, 2, 2, 1], np.uint8).reshape(1, 4, 1)
+    >>> cdf = np.zeros((1, 1, 4), np.uint16)
+    >>> kvraw.codec.write_cdf(symbols, cdf).wait()
+    >>> cdf.ravel().tolist()
+    [0, 16384, 32768, 65535]
     """
     return _run("cdf", args.CLAMP if clamp else 0, (symbols, out), stream)
 
@@ -86,12 +94,27 @@ def encode_into(cdf: Any, symbols: Any, out: Any, lengths: Any, *, stream: Any =
     stream : object
         See `write_cdf`.
 
+    Returns
+    -------
+    Operation
+        To wait for; on a GPU, its `wait` raises what the kernel found.
+
     Raises
     ------
     BoundsError
         A stream does not fit its slot (says which and how much it needs), or a symbol is outside the alphabet.
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit, or a distribution does not rise.
+
+    Examples
+    --------
+    >>> symbols = np.random.default_rng(1).integers(0, 4, (1, 256, 8), dtype=np.uint8)
+    >>> cdf, out = np.zeros((1, 8, 5), np.uint16), np.zeros((1, 8, 80), np.uint8)
+    >>> lengths = np.zeros((1, 8), np.int32)
+    >>> kvraw.codec.write_cdf(symbols, cdf).wait()
+    >>> kvraw.codec.encode_into(cdf, symbols, out, lengths).wait()
+    >>> bool((lengths <= 80).all())
+    True
     """
     return _run("encode", 0, (symbols, cdf, out, lengths), stream)
 
@@ -114,11 +137,25 @@ def decode_into(cdf: Any, data: Any, lengths: Any, out: Any, *, packed: bool = F
     stream : object
         See `write_cdf`.
 
+    Returns
+    -------
+    Operation
+        To wait for; on a GPU, its `wait` raises what the kernel found.
+
     Raises
     ------
     BoundsError
         A length or prefix sum reaches outside `data`; nothing outside is read.
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit, or a distribution does not rise.
+
+    Examples
+    --------
+    >>> symbols = np.random.default_rng(1).integers(0, 4, (1, 256, 8), dtype=np.uint8)
+    >>> encoded = kvraw.codec.encode(symbols)
+    >>> out = np.zeros_like(symbols)
+    >>> kvraw.codec.decode_into(encoded.cdf, encoded.data, encoded.ends, out, packed=True).wait()
+    >>> bool((out == symbols).all())
+    True
     """
     return _run("decode", args.PACKED if packed else 0, (out, cdf, data, lengths), stream)

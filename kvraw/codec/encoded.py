@@ -81,6 +81,13 @@ class Encoded:
     ------
     LayoutError, BoundsError
         The parts do not fit together.
+
+    Examples
+    --------
+    >>> symbols = np.random.default_rng(1).integers(0, 16, (2, 256, 64), dtype=np.uint8)
+    >>> stored = kvraw.codec.encode(symbols).to_bytes()
+    >>> kvraw.codec.Encoded.from_bytes(stored).shape
+    (2, 256, 64)
     """
 
     data: npt.NDArray[np.uint8]
@@ -127,7 +134,13 @@ class Encoded:
         return _SEAL.size + _SHAPE.size + self.data.nbytes + 4 * self.ends.size + self.cdf.nbytes
 
     def to_bytes(self) -> bytes:
-        """Everything, behind a header with version, shapes and checksum."""
+        """Write everything behind a header with version, shapes and checksum.
+
+        Returns
+        -------
+        bytes
+            For `from_bytes`.
+        """
         shape = _SHAPE.pack(*self.shape, self.alphabet, self.data.size)
         parts = (shape, self.cdf.astype("<u2").tobytes(), self.lengths.astype("<i4").tobytes(), self.data.tobytes())
         return seal(b"KVRE", b"".join(parts))
@@ -135,6 +148,11 @@ class Encoded:
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Encoded:
         """Read what `to_bytes` wrote; takes about the memory of `data`. What it decodes to: `decoded_nbytes`.
+
+        Returns
+        -------
+        Encoded
+            A copy: `data` need not be kept.
 
         Raises
         ------

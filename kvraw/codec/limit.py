@@ -1,4 +1,4 @@
-"""How much memory stored data may ask for: its header is believed up to a limit."""
+"""A limit to the memory that stored data may ask for: its header is believed up to there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a codec call is given, taken in and checked: shapes, element types, places."""
+"""Arguments of codec calls, validated: shapes, element types, places."""
 
 from __future__ import annotations
 

@@ -187,12 +187,25 @@ def quantize_into(
     stream : object
         On a GPU, the stream to enqueue it on.
 
+    Returns
+    -------
+    Operation
+        To wait for; on a GPU, its `wait` raises what the kernel found.
+
     Raises
     ------
     BoundsError
         The chunk holds an infinity or a NaN (on a GPU, from `Operation.wait`), or bins are outside their bounds.
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit.
+
+    Examples
+    --------
+    >>> chunk = np.array([-2.0, 0.0, 1.0, 2.0], np.float32).reshape(1, 1, 4)
+    >>> symbols, maxima = np.zeros((1, 1, 4), np.uint8), np.zeros((1, 1), np.float32)
+    >>> kvraw.codec.quantize_into(chunk, 16, symbols, maxima).wait()
+    >>> symbols.ravel().tolist(), maxima.item()
+    ([0, 7, 10, 14], 2.0)
     """
     return run(False, Chunk.take(chunk, dtype), bins, symbols, maxima, stream)
 
@@ -202,6 +215,29 @@ def dequantize_into(
 ) -> Operation:
     """Turn symbols back: ``(symbol - middle) / middle * maximum``, in fp32, rounded to the chunk's type.
 
-    See `quantize_into` for the arguments; `chunk` is written.
+    Parameters
+    ----------
+    symbols, maxima, bins, dtype, stream
+        As of `quantize_into`; they are read.
+    chunk : tensor of float32, float16 or bfloat16
+        Written.
+
+    Returns
+    -------
+    Operation
+        To wait for; on a GPU, its `wait` raises what the kernel found.
+
+    Raises
+    ------
+    BoundsError, LayoutError, TypeError, PlacementError
+        Bins are outside their bounds, or something does not fit.
+
+    Examples
+    --------
+    >>> symbols, maxima = np.array([[[0, 7, 14]]], np.uint8), np.array([[2.0]], np.float32)
+    >>> chunk = np.zeros((1, 1, 3), np.float32)
+    >>> kvraw.codec.dequantize_into(symbols, maxima, 16, chunk).wait()
+    >>> chunk.ravel().tolist()
+    [-2.0, 0.0, 2.0]
     """
     return run(True, Chunk.take(chunk, dtype, written=True), bins, symbols, maxima, stream)

@@ -61,6 +61,8 @@ class _Places(NamedTuple):
         The address, as the host sees it, of some chunks.
     seen, host : numpy.ndarray of uint64
         The addresses of its chunks as the device and as the host see them.
+    there : Value
+        The address of ids on the device, and behind it that of the status words.
     """
 
     stream: Value
@@ -68,6 +70,7 @@ class _Places(NamedTuple):
     single: dict[int, Value]
     seen: U64
     host: U64
+    there: Value
 
     def at(self, vector: U64, chunk: int) -> int:
         """Where the address of a chunk stands."""
@@ -94,11 +97,14 @@ class BoundCall:
         self._stream, self._event = places.stream.index, places.event.index
         self._refs = refs  # argument blocks and vectors that its rows name
 
-    def run(self, stream: int, event: int, ids: I64, seen: U64, host: U64) -> bool:
+    def run(
+        self, stream: int, event: int, ids: I64, seen: U64, host: U64, there: tuple[int, int] | None = None
+    ) -> bool:
         """Enqueue a call; False where its stream is being captured, or the context is another device's.
 
         The event is recorded behind all of it. `ids` are those of the call, without gaps, and `seen` and `host` the
-        addresses of its chunks as the device and as the host see them.
+        addresses of its chunks as the device and as the host see them. `there` are the addresses of ids on the device
+        and of the status words.
 
         Raises
         ------
@@ -112,6 +118,9 @@ class BoundCall:
         values[self._stream] = stream
         values[self._event] = event
         places.seen[:] = seen
+        if there is not None:
+            at = places.there.index
+            values[at], values[at + 1] = there
         if self.steps:
             places.host[:] = host
             for chunk, value in places.single.items():
@@ -120,7 +129,7 @@ class BoundCall:
 
 
 def _begin(c: Commands, device: int, check: IdCheck, first: int, count: int, chunks: int) -> _Places:
-    places = _Places(c.value(), c.value(), {}, np.zeros(chunks, np.uint64), np.zeros(chunks, np.uint64))
+    places = _Places(c.value(), c.value(), {}, np.zeros(chunks, np.uint64), np.zeros(chunks, np.uint64), c.value(2))
     c.on_device(device)
     c.uncaptured(places.stream)
     side = check.side
@@ -160,6 +169,8 @@ def bind_staged(
     store: bool,
     chunk_bytes: int,
     joined: tuple[bool, ...],
+    width: int = 0,
+    cleared: bool = False,
 ) -> BoundCall:
     """The call that goes through a ring's slots, from the next one on.
 
@@ -169,6 +180,10 @@ def bind_staged(
         What goes through the slots one after the other, and what goes straight to the chunks ahead of that.
     joined : tuple of bool
         Which chunks begin where the one before ends, in host memory.
+    width : int
+        Bytes of an id on the device; 0: ids are the host's.
+    cleared : bool
+        Slots are cleared ahead of what is packed into them.
     """
     c = Commands()
     places = _begin(c, state.device, check, 0, count, len(joined))
@@ -180,7 +195,11 @@ def bind_staged(
     flat = int(store)
 
     def launch(step: StagedStep, stream: Value | int) -> None:
-        c.write(step.launch.index_address, IDS + 8 * step.index_first, step.launch.count)
+        if width:
+            c.write(step.launch.index_address, places.there.address, 1)
+            c.write(step.launch.status_address, Value(places.there.index + 1).address, 1)
+        else:
+            c.write(step.launch.index_address, IDS + 8 * step.index_first, step.launch.count)
         c.launch(step.launch.kernel, step.launch.ctas, step.launch.threads, stream, step.launch.params)
         refs.append(step.launch)
 
@@ -192,6 +211,8 @@ def bind_staged(
     for step, slot in zip(steps, slots, strict=True):
         c.wait(writer, slot.free)
         if store:
+            if cleared:
+                c.memset(slot.address, 0, step.chunks * chunk_bytes if step.chunks > 1 else step.nbytes, packs)
             launch(step, packs)
             c.record(slot.full, packs)
             c.wait(copies, slot.full)

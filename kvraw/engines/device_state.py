@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -72,7 +71,7 @@ class DeviceState:
         """Nothing of it can be used again: the next call makes another."""
         self.lost = True
         with _lock:
-            states = _states.get(self.owner, _NONE)
+            states = _states(self.owner)
             if states.get(self.device) is self:
                 del states[self.device]
         self.books.lose(reset_error(self.device, "the transfer's work"))
@@ -117,14 +116,18 @@ class DeviceState:
         return None
 
 
-_NONE: dict[int, DeviceState] = {}
 _lock = fork.lock()
-_states: weakref.WeakKeyDictionary[CudaDriver, dict[int, DeviceState]] = weakref.WeakKeyDictionary()
+
+
+def _states(d: CudaDriver) -> dict[int, DeviceState]:
+    """States by device, kept by the driver: a table of drivers would keep each, for its states refer to it."""
+    found: dict[int, DeviceState] = vars(d).setdefault("device_states", {})
+    return found
 
 
 def drain() -> None:
     """Wait for all that devices in use were given, such as before memory that it may use is given up."""
-    for state in list(_states.get(driver(), _NONE).values()):
+    for state in list(_states(driver()).values()):
         state.books.drain()
         with DeviceScope(state.device):
             for event in list(state.noted.values()):
@@ -134,8 +137,8 @@ def drain() -> None:
 def device_state(device: int) -> DeviceState:
     """The state of a device; its context is current."""
     d = driver()
-    found = _states.get(d, _NONE).get(device)
+    found = _states(d).get(device)
     if found is None:
         with _lock:
-            found = _states.setdefault(d, {}).setdefault(device, DeviceState(device))
+            found = _states(d).setdefault(device, DeviceState(device))
     return found

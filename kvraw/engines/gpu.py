@@ -25,6 +25,7 @@ from kvraw.runtime.inflight import Operation
 
 __all__ = ["GpuCall", "GpuPlan"]
 
+_NO_IDS: I64 = np.zeros(0, np.int64)
 _MOST_BOUND = (
     64  # kinds of calls of a plan that are kept as programs: an argument block of 4 KiB for each launch in them
 )
@@ -275,14 +276,16 @@ class GpuPlan:
     def _run_bound(self, state: DeviceState, operation: Operation, call: GpuCall, engine: str) -> bool:
         """Enqueue a call by its bound program, event and all; False where it must be enqueued step by step."""
         host = call.index.host
-        if host is None or call.capturing or engine == "copy":
+        if call.capturing or engine == "copy" or (host is None and engine == "kernel"):
             return False
-        if engine == "kernel":
+        if engine == "kernel" and host is not None:
             bound = self.bound_kernel(state, call)
             return bound is not None and self.run_kernel(operation, bound, host, call.chunks, call.host_chunks)
         if call.first or call.count != len(call.chunks) * self._per_chunk:
             return False
-        return self.run_staged(state, operation, host, call.chunks, call.host_chunks, call.bits, call.edges)
+        there = call if host is None else None
+        ids = _NO_IDS if host is None else host
+        return self.run_staged(state, operation, ids, call.chunks, call.host_chunks, call.bits, call.edges, there)
 
     def run_kernel(self, operation: Operation, bound: BoundCall, ids: I64, seen: U64, places: U64) -> bool:
         """Enqueue a bound kernel call; False where it must be enqueued step by step.
@@ -311,10 +314,11 @@ class GpuPlan:
         places: U64,
         bits: int,
         edges: tuple[int, ...] = (),
+        there: GpuCall | None = None,
     ) -> bool:
         """Enqueue whole chunks through the staging slots by a bound program; False where it must go step by step.
 
-        `bits` is the alignment of the chunks as the device sees them, or -1.
+        `bits` is the alignment of the chunks as the device sees them, or -1; `there` a call with ids on the device.
         """
         if len(places) == 1:
             low = high = places.item(0)
@@ -327,8 +331,15 @@ class GpuPlan:
             return False
         staged, ring = self._stage(state)
         with ring.lock:
-            bound = self._bound_staged(state, staged, ring, ids, seen, places, bits)
-            if bound is None or not _run(operation, bound, ids, seen, places):
+            width = 0 if there is None else there.index.width
+            bound = self._bound_staged(state, staged, ring, len(ids), width, seen, places, bits)
+            if bound is None:
+                return False
+            addresses: tuple[int, int] | None = None
+            if there is not None:
+                status = state.board.take(operation, self.kernel, 0, there.on_error) if self._check else 0
+                addresses = there.index.address, status
+            if not _run(operation, bound, ids, seen, places, addresses):
                 return False
             ring.advance(bound.steps)
         return True
@@ -361,19 +372,28 @@ class GpuPlan:
         return self._keep_bound(key, bound)
 
     def _bound_staged(
-        self, state: DeviceState, staged: StagedPlan, ring: StagingRing, ids: I64, seen: U64, places: U64, bits: int
+        self,
+        state: DeviceState,
+        staged: StagedPlan,
+        ring: StagingRing,
+        count: int,
+        width: int,
+        seen: U64,
+        places: U64,
+        bits: int,
     ) -> BoundCall | None:
         bits = (bits if bits >= 0 else int(np.bitwise_or.reduce(seen))) & 15
         joined: tuple[bool, ...] = (False,)
         if len(places) > 1:
             joined = (False, *(places[1:] == places[:-1] + np.uint64(self._chunk_bytes)).tolist())
-        key = ("staged", len(ids), bits, joined, ring.turn, state)
+        key = ("staged", count, width, bits, joined, ring.turn, state)
         try:
             return self._bound[key]
         except KeyError:
             if not self._came_before(key):
                 return None
-        bound = staged.bind(state, ring, self.id_check, len(places), bits, joined)
+        check = self.id_check if not width else self.id_check._replace(side=None)
+        bound = staged.bind(state, ring, check, len(places), bits, joined, width)
         return bound if bound is None else self._keep_bound(key, bound)  # None: its slots were not used yet
 
     def _came_before(self, key: tuple[object, ...]) -> bool:
@@ -424,7 +444,9 @@ class GpuPlan:
                 self.kernel.enqueue(state, operation, src, dst, begin, stop - begin, link=call.link, told=told)
 
 
-def _run(operation: Operation, bound: BoundCall, ids: I64, seen: U64, places: U64) -> bool:
+def _run(
+    operation: Operation, bound: BoundCall, ids: I64, seen: U64, places: U64, there: tuple[int, int] | None
+) -> bool:
     """Run a bound program for an operation, and note where it enqueued."""
     event = operation.event
     assert event is not None
@@ -432,7 +454,7 @@ def _run(operation: Operation, bound: BoundCall, ids: I64, seen: U64, places: U6
     enqueued.append(operation.stream)
     enqueued += bound.streams
     try:
-        done = bound.run(operation.stream, event, ids, seen, places)
+        done = bound.run(operation.stream, event, ids, seen, places, there)
     except BoundsError:
         enqueued.clear()
         raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvraw.engines.device_state import DeviceState, Upload, device_state
 from kvraw.runtime import fork
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, met
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Completion
 from kvraw.runtime.module import ArgumentBlock, Kernel
@@ -192,8 +192,9 @@ class Launch:
                 owner.launch(self._handle, self._ctas, self._threads, stream, self._params)
             operation.enqueued.append(stream)
             return operation.commit((tensors, refs))
-        except BaseException:
+        except BaseException as error:
             operation.abort()
+            met(error, self.device)
             raise
 
 

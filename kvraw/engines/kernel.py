@@ -99,7 +99,9 @@ class BoundLaunch:
     kernel, ctas, threads, params : int
         What the driver takes.
     index_address : int
-        Where the ids are to be written, as 64-bit words.
+        Where the ids are to be written, as 64-bit words; their address, where they lie on the device.
+    status_address : int
+        Where the address of the status words is to be written.
     table_addresses : list of int
         Where the tables of source and destination are to be written, for those that were not given.
     table_offset : int
@@ -109,7 +111,8 @@ class BoundLaunch:
     """
 
     __slots__ = (
-        *("_block", "count", "ctas", "index_address", "kernel", "params", "table_addresses", "table_offset", "threads"),
+        *("_block", "count", "ctas", "index_address", "kernel", "params", "status_address", "table_addresses"),
+        *("table_offset", "threads"),
     )
 
     def __init__(
@@ -119,6 +122,7 @@ class BoundLaunch:
         self.ctas, self.threads = grid
         self.index_address, self.table_addresses = index, tables
         self.table_offset = 0
+        self.status_address = int(block.record.ctypes.data) + 8 * ka.STATUS
 
 
 class KernelPlan:
@@ -245,6 +249,8 @@ class KernelPlan:
         bits: int,
         *,
         link: bool,
+        width: int = 0,
+        skipped: int = 0,
     ) -> BoundLaunch | None:
         """A launch for items `first` to `first + count`; None where ids and tables do not fit the argument block.
 
@@ -255,28 +261,33 @@ class KernelPlan:
         tables : tuple
             Base addresses of source and destination, or how many will be written at each call.
         indexed : int
-            The side that ids of the host belong to, 0 or 1; the other has none.
+            The side that ids belong to, 0 or 1; the other has none.
         bits : int
             The alignment of all base addresses, or-ed together.
         link : bool
             Host memory takes part.
+        width : int
+            Bytes of an id on the device; 0: ids are the host's.
+        skipped : int
+            Leading entries that the other side's table is short of: those of items before `first`.
         """
         plan = self.plan
         lengths = [table if isinstance(table, int) else len(table) for table in tables]
-        if sum(lengths) + count > ka.WORDS:
+        if sum(lengths) + count * (width == 0) > ka.WORDS:
             return None
-        width = plan.width(bits)
+        indexed_by = ka.INDEX_INLINE
+        if width:
+            indexed_by = (ka.INDEX_I64 if width == 8 else ka.INDEX_I32) | ka.CHECK * self.check
+        vector = plan.width(bits)
         block = ArgumentBlock(ka.ARGS)
         ka.fill_plan(block.record, plan)
-        segments = count * plan.runs_per_item * ka.fill_width(block.record, plan, width)
+        segments = count * plan.runs_per_item * ka.fill_width(block.record, plan, vector)
         words, flags = block.record.view(np.uint64), block.record.view(np.uint32)
         start, at = int(block.record.ctypes.data), 0
         places = []
         for k, (table, side) in enumerate(zip(tables, (plan.src_flat, plan.dst_flat), strict=True)):
-            flags[ka.FLAGS[k]] = (
-                ka.TABLE_INLINE | ka.SKIP_NEGATIVE * side.skip_negative | ka.INDEX_INLINE * (k == indexed)
-            )
-            words[ka.TABLE[k]] = at
+            flags[ka.FLAGS[k]] = ka.TABLE_INLINE | ka.SKIP_NEGATIVE * side.skip_negative | indexed_by * (k == indexed)
+            words[ka.TABLE[k]] = np.uint64((at - skipped * (k != indexed)) % 2**64)
             place = ka.WORDS_AT + at
             places.append(start + 8 * place)
             if not isinstance(table, int):
@@ -285,8 +296,9 @@ class KernelPlan:
         words[ka.INDEX[indexed]] = np.uint64((at - first) % 2**64)
         words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, 0
         grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
-        kernel = copy_kernel(width).handle_for(state.owner)
-        return BoundLaunch(block, kernel, grid, start + 8 * (ka.WORDS_AT + at), places, count)
+        kernel = copy_kernel(vector).handle_for(state.owner)
+        ids = ka.INDEX[indexed] if width else ka.WORDS_AT + at
+        return BoundLaunch(block, kernel, grid, start + 8 * ids, places, count)
 
     def _set_width(self, width: int) -> None:
         """Take the kernel for accesses of `width` bytes."""

@@ -26,6 +26,11 @@ class DeviceTable(NamedTuple):
         means that all are multiples of 16.
     owner : object
         Kept alive until the copy is over.
+
+    Examples
+    --------
+    >>> kvraw.DeviceTable(address=0x7F0000000000, entries=32, bits=0).entries
+    32
     """
 
     address: int

@@ -20,7 +20,7 @@ from kvraw.engines.bound import BoundCall
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.gpu import GpuCall, GpuPlan
 from kvraw.engines.planner import Choice
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, met
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Completion, Operation
 from kvraw.runtime.pool import ChunkKind, HostPool
@@ -134,8 +134,9 @@ class RepeatedCalls:
                         done = self._run(known, operation, ids, addresses)
                 if done:
                     return operation.commit((cache, owners, ids)), known.choice
-        except BaseException:
+        except BaseException as error:
             operation.abort()
+            met(error, self._device)
             raise
         operation.abort()
         return None

@@ -280,25 +280,32 @@ class StagedPlan:
         chunks: int,
         bits: int,
         joined: tuple[bool, ...],
+        width: int = 0,
     ) -> BoundCall | None:
-        """The call for `chunks` whole chunks with ids on the host, from the ring's next slot on.
+        """The call for `chunks` whole chunks from the ring's next slot on.
 
         None where it must be enqueued step by step. The device's context is current, and the ring's lock held. `bits`
-        is the alignment of the chunks' addresses as the device sees them, `joined` as for `bind_staged`.
+        is the alignment of the chunks' addresses as the device sees them, `joined` and `width` as for `bind_staged`.
         """
         lead, steps = self._steps(0, chunks)
         slots = ring.coming(len(steps))
         if not steps or not all(slot.used for slot in slots):
             return None
-        first = None if lead is None else self._bound_step(state, lead, None, bits)
-        made = [self._bound_step(state, step, slot.address, bits) for step, slot in zip(steps, slots, strict=True)]
+        first = None if lead is None else self._bound_step(state, lead, None, bits, width)
+        made = [
+            self._bound_step(state, step, slot.address, bits, width) for step, slot in zip(steps, slots, strict=True)
+        ]
         if None in made or (lead is not None and first is None):
             return None
         ready = [step for step in made if step is not None]
         count = chunks * self._per_chunk
-        return bind_staged(state, ring, ready, first, check, count, self._store, self._chunk_bytes, joined)
+        cleared = width > 0 and self._check and self._store
+        ends = self._store, self._chunk_bytes, joined
+        return bind_staged(state, ring, ready, first, check, count, *ends, width, cleared)
 
-    def _bound_step(self, state: DeviceState, step: _Step, slot: int | None, bits: int) -> StagedStep | None:
+    def _bound_step(
+        self, state: DeviceState, step: _Step, slot: int | None, bits: int, width: int
+    ) -> StagedStep | None:
         """A step with its launch bound: to a slot, or straight to the chunks."""
         piece, chunk, chunks = step
         first, count = (piece.first, piece.count) if chunks == 1 else (0, chunks * self._per_chunk)
@@ -311,8 +318,18 @@ class StagedPlan:
             row = self._row(slot, chunks, piece.base).bases
             bits = int(np.bitwise_or.reduce(row))
         tables = (piece.paged_bases, row) if self._store else (row, piece.paged_bases)
+        # Ids on the device are counted as the call counts them, and so are the positions that kernels report.
+        begin = chunk * self._per_chunk if width else 0
         launch = piece.kernel.bind(
-            state, tables, 0 if self._store else 1, first, count, bits | piece.bits, link=slot is None
+            state,
+            tables,
+            0 if self._store else 1,
+            begin + first,
+            count,
+            bits | piece.bits,
+            link=slot is None,
+            width=width,
+            skipped=chunk if width else 0,
         )
         if launch is None:
             return None

@@ -51,7 +51,7 @@ class Hints:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What all tensors share: elements and bytes per axis, bytes per element; and the lengths of the list levels."""
+    """Shape, strides and element size that all tensors share, and the lengths of the list levels."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -88,7 +88,7 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a spelling makes of tensors; `layout` is None where `missing` hints are needed for that.
+    """Tensors as a spelling reads them; `layout` is None where `missing` hints are needed for that.
 
     Attributes
     ----------

@@ -85,7 +85,7 @@ class _Rotation:
 
     @property
     def something(self) -> bool:
-        """Whether there is anything to rotate."""
+        """True where there is anything to rotate."""
         return bool(self.layers and self.tokens and self.heads and self.half)
 
 
@@ -205,12 +205,27 @@ def rerotate_keys(
     stream : object
         On a GPU, the stream to enqueue it on.
 
+    Returns
+    -------
+    Operation
+        To wait for; on a GPU, its `wait` raises what the kernel found.
+
     Raises
     ------
     BoundsError
         A position is outside the cache; from `Operation.wait` where positions lie on a device.
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit.
+
+    Examples
+    --------
+    >>> angle = np.arange(64)[:, None] / 10000 ** (np.arange(8) / 8)
+    >>> cos_sin = np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+    >>> keys = np.ones((4, 2, 16), np.float32)
+    >>> kvraw.rope.rerotate_keys(keys, np.arange(4), np.arange(4) + 32, cos_sin).wait()
+    >>> kvraw.rope.rerotate_keys(keys, range(32, 36), range(4), cos_sin).wait()
+    >>> bool(np.abs(keys - 1).max() < 1e-5)
+    True
     """
     options = (neox, head_size, head_stride, dtype, check)
     tensors = (key, old_positions, new_positions, cos_sin_cache)
@@ -230,7 +245,7 @@ def rerotate_keys(
 
 
 def launch_key(options: object, key: Any, old: Any, new: Any, cache: Any) -> tuple[Any, ...] | None:
-    """What a launch for torch tensors depends on; None for other tensors."""
+    """The key of a launch for torch tensors; None for other tensors."""
     try:
         # The width of the kernel's accesses hangs on the alignment.
         return key_of((options, (key.data_ptr() | cache.data_ptr()) & 15), key, old, new, cache)
@@ -275,13 +290,13 @@ class Call:
 
     @property
     def device(self) -> int:
-        """Where the keys lie."""
+        """The device that holds the keys."""
         assert self._rotation.device is not None
         return self._rotation.device
 
     @property
     def on_host(self) -> bool:
-        """Whether positions lie on the host, from where they must be sent."""
+        """True where positions lie on the host, from where they must be sent."""
         return bool(_listed(self._positions))
 
     def launch(self, upload: Upload | None = None) -> Launch:

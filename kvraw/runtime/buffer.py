@@ -60,9 +60,20 @@ class HostBuffer(InUse, Uncopied):
     Raises
     ------
     HostMemoryError
-        The memory is not to be had. It is a MemoryError.
+        The memory is unavailable. It is a MemoryError.
     DriverNotFoundError, DriverError
         It was to be pinned and cannot be; nothing is left mapped or registered.
+    PlacementError
+        It was to be pinned, and nothing says by which device.
+    BoundsError, TypeError, ValueError
+        The size is not positive, or the options do not fit.
+
+    Examples
+    --------
+    >>> with kvraw.HostBuffer(1 << 20, pin=False) as buffer:
+    ...     buffer.view(buffer.address, 4)[:] = 7
+    ...     buffer.pinned
+    False
     """
 
     def __init__(
@@ -93,8 +104,33 @@ class HostBuffer(InUse, Uncopied):
 
         Parameters
         ----------
+        address, nbytes : int
+            The range.
+        device, pin
+            As of the constructor.
         owner : object, optional
             Kept alive as long as the memory is in use.
+        step_bytes : int, optional
+            Bytes per registration with the driver; default `KVRAW_REGISTER_BYTES`.
+
+        Returns
+        -------
+        HostBuffer
+            The buffer, or the pool where it is called of `HostPool`.
+
+        Raises
+        ------
+        BoundsError
+            No process has such a range.
+        DriverNotFoundError, DriverError
+            It was to be pinned and cannot be.
+
+        Examples
+        --------
+        >>> memory = np.zeros(1 << 20, np.uint8)
+        >>> buffer = kvraw.HostBuffer.from_pointer(memory.ctypes.data, memory.nbytes, pin=False, owner=memory)
+        >>> buffer.nbytes
+        1048576
         """
         self = cls.__new__(cls)
         memory = borrow_memory(address, nbytes, owner)
@@ -110,8 +146,19 @@ class HostBuffer(InUse, Uncopied):
 
         Parameters
         ----------
+        name : str
+            Its `name` there.
+        nbytes : int, optional
+            Bytes; default: all.
+        device, pin
+            As of the constructor.
         any_user : bool
             Take it whoever owns it, and can write to it: they can end this process by truncating it.
+
+        Returns
+        -------
+        HostBuffer
+            The buffer, or the pool where it is called of `HostPool`.
 
         Raises
         ------
@@ -121,6 +168,16 @@ class HostBuffer(InUse, Uncopied):
             It is another user's (but root's), or others may write to it.
         BoundsError
             It is smaller than `nbytes`.
+        TypeError
+            `name` is no str.
+
+        Examples
+        --------
+        >>> with kvraw.HostBuffer(4096, pin=False, options=kvraw.HostOptions(kind="shared")) as mine:
+        ...     with kvraw.HostBuffer.attach(mine.name, pin=False) as other:
+        ...         mine.view(mine.address, 1)[0] = 7
+        ...         int(other.view(other.address, 1)[0])
+        7
         """
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r}, must be a str")
@@ -236,6 +293,11 @@ class HostBuffer(InUse, Uncopied):
     def wait_ready(self, timeout: float | None = None) -> None:
         """Wait until a growing buffer is ready as a whole.
 
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait; default: for ever.
+
         Raises
         ------
         TransferTimeoutError
@@ -261,27 +323,37 @@ class HostBuffer(InUse, Uncopied):
 
     @property
     def pinned(self) -> bool:
-        """Whether every byte that may be used is known to the driver as pinned."""
+        """True where every byte that may be used is known to the driver as pinned."""
         return bool(self._memory.registrations) or (self._memory.kind == "pinned" and not self._closed)
 
     @property
     def device_shift(self) -> int:
-        """What to add to an address of the memory for the address at which a GPU sees it."""
+        """The distance from an address of the memory to the address at which a GPU sees it."""
         if not self.pinned or self._memory.shift is None:
             raise ClosedError(f"the {self._noun} is {'closed' if self._closed else 'not pinned'}")
         return self._memory.shift
 
     def context_lost(self) -> None:
-        """What was registered in the context is pageable again, and is pinned anew at its next use by a GPU."""
+        """Count as pageable what was registered in the context; it is pinned anew at its next use by a GPU."""
         self._facts = None
         if self._memory.context_lost():
             self._closed = self._gone = True
             self._bytes = np.empty(0, np.uint8)
 
     def pin(self, device: int) -> None:
-        """Populate the memory and register it with the driver, in a context of this device. Idempotent.
+        """Populate the memory and register it with the driver. Idempotent.
 
         Where a step fails, the memory stays as it was, and unpinned.
+
+        Parameters
+        ----------
+        device : int
+            In whose context; every device can use it.
+
+        Raises
+        ------
+        DriverNotFoundError, DriverError, HostMemoryError
+            It cannot be pinned.
         """
         device = integer("device", device)
         self.require_open()
@@ -298,7 +370,25 @@ class HostBuffer(InUse, Uncopied):
     # use
 
     def view(self, address: int, nbytes: int) -> np.ndarray:
-        """Bytes of the memory as an array; it keeps the memory alive, also after `close`."""
+        """Bytes of the memory as an array; it keeps the memory alive, also after `close`.
+
+        Parameters
+        ----------
+        address, nbytes : int
+            Which.
+
+        Returns
+        -------
+        numpy.ndarray of uint8
+            A view of them.
+
+        Raises
+        ------
+        BoundsError
+            They lie outside.
+        ClosedError
+            The memory was closed.
+        """
         self.require_open()
         offset, nbytes = integer("address", address) - self.address, integer("nbytes", nbytes)
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
@@ -311,10 +401,15 @@ class HostBuffer(InUse, Uncopied):
         return None if self._memory.segment is None else self._memory.segment.name
 
     def info(self) -> dict[str, object]:
-        """What was really obtained, and what became of it; sizes in bytes.
+        """Tell what was really obtained, and what became of it; sizes in bytes.
 
         ``huge_page_bytes`` and ``nodes`` are the kernel's own account, looked up once after each change of state (None
         where it gives none); ``degraded`` lists what was asked for and not obtained.
+
+        Returns
+        -------
+        dict
+            By name.
         """
         with self._lock:
             if self._facts is None and not self._closed and not self._forked:
@@ -390,7 +485,15 @@ class HostBuffer(InUse, Uncopied):
                 raise failures[0]
 
     def require_open(self) -> None:
-        """Raise `ClosedError` where it was closed; `ForkError` where it was pinned by a parent process."""
+        """Raise an error where the memory cannot be used any more.
+
+        Raises
+        ------
+        ClosedError
+            It was closed.
+        ForkError
+            It was pinned by a parent process.
+        """
         if self._closed:
             raise ClosedError(f"the {self._noun} is closed")
         if self._forked:

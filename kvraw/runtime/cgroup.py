@@ -1,4 +1,4 @@
-"""What this process's control groups allow it, version 1 or 2, and the cores that are left."""
+"""Limits of this process's control groups, version 1 or 2, and the cores that they leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which context a call runs in: the current one where it fits, else the device's primary one."""
+"""The context that a call runs in: the current one where it fits, else the device's primary one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ __all__ = [
     "generation",
     "gpu_at_hand",
     "look_for_reset",
+    "met",
     "require_device",
     "reset_error",
     "resets",
@@ -46,7 +47,7 @@ _GONE = (201, 400, 709)  # CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT
 
 
 class Tied(Protocol):
-    """What ends with the context of its `device`; with any, where it has none."""
+    """Something that ends with the context of its `device`; with any, where it has none."""
 
     def context_lost(self) -> None:
         """The context is gone, and with it what was made there: nothing is to be given back, or used again."""
@@ -64,7 +65,7 @@ def at_reset(callback: Callable[[], object]) -> None:
 
 
 def resets(device: int) -> int:
-    """How often the device's context was found to be reset; looks for no new one."""
+    """Number of known resets of the device's context; looks for no new one."""
     return _resets.get(device, 0)
 
 
@@ -86,6 +87,13 @@ def look_for_reset(device: int) -> None:
     mark = _marks.get(d, _NO_MARKS).get(device)
     if mark is not None and d.context_id(mark[0]) != mark[1]:
         _lose(d, device, mark)
+
+
+def met(error: BaseException, device: int) -> None:
+    """A call on a device failed: where it was the first to meet a reset, the next one finds all made anew."""
+    if isinstance(error, DriverError) and error.code in _GONE:
+        with contextlib.suppress(DriverError):
+            look_for_reset(device)
 
 
 def _mark(d: CudaDriver, device: int) -> None:
@@ -128,7 +136,7 @@ def active_device() -> int | None:
 
 
 def gpu_at_hand() -> bool:
-    """Whether this process can use a GPU."""
+    """True where this process can use a GPU."""
     return driver_here() is not None  # a child that wants host memory alone may have it
 
 
@@ -252,6 +260,5 @@ class DeviceScope:
         if self._pushed:
             self._pushed = False
             driver().context_pop()
-        if isinstance(error, DriverError) and error.code in _GONE:
-            with contextlib.suppress(DriverError):
-                look_for_reset(self._device)  # this call met it as the first, the next one finds all made anew
+        if error is not None:
+            met(error, self._device)

@@ -25,7 +25,7 @@ _ASKED = (_MEMORY_TYPE, _IS_MANAGED, _DEVICE_ORDINAL, _DEVICE_POINTER, _RANGE_ST
 
 @dataclass(frozen=True, slots=True)
 class PointerInfo:
-    """What the driver knows of an address: its kind, device, device-side address and enclosing allocation."""
+    """The driver's account of an address: its kind, device, device-side address and enclosing allocation."""
 
     kind: str  # "device", "host" (pinned or host-registered) or "managed"
     device: int

@@ -98,7 +98,7 @@ class CudaDriver(EnqueueCalls):
             return self._do(name, *args)
 
     def _address(self, name: str, version: int) -> int:
-        """Where a driver function lies, in the form of a CUDA version; 0 where this driver has none."""
+        """Address of a driver function, in the form of a CUDA version; 0 where this driver has none."""
         code, address, _ = self._cu.cuGetProcAddress(name.encode(), version, 0)
         return 0 if code else int(address or 0)
 
@@ -151,7 +151,7 @@ class CudaDriver(EnqueueCalls):
         return 0 if code else int(number)
 
     def primary_active(self, device: int) -> bool:
-        """Whether the primary context of a device exists; makes none."""
+        """True where the primary context of a device exists; makes none."""
         return bool(self._do("cuDevicePrimaryCtxGetState", self._device(device))[1])
 
     # memory
@@ -190,7 +190,7 @@ class CudaDriver(EnqueueCalls):
         return int(found)
 
     def pointer_info(self, address: int) -> PointerInfo | None:
-        """What the driver knows of an address; None for pageable host memory."""
+        """The driver's account of an address; None for pageable host memory."""
         code, kind, managed, device, mapped, base, size = self._attributes(address)
         if code:
             self._fail("cuPointerGetAttributes", code)
@@ -199,7 +199,7 @@ class CudaDriver(EnqueueCalls):
         return PointerInfo("managed" if managed else "host" if kind == _HOST else "device", device, mapped, base, size)
 
     def pointer_in_pieces(self, address: int) -> bool:
-        """Whether memory may be one with its neighbours: mapped in pieces or from a pool, not allocated on its own."""
+        """True where memory is mapped in pieces or from a pool: it may be one with its neighbours."""
         code, alone = self._cu.cuPointerGetAttribute(self._legacy, address)
         return not code and not alone
 
@@ -254,7 +254,7 @@ class CudaDriver(EnqueueCalls):
         self._do("cuMemcpy2DAsync", c, stream)
 
     def batch_supported(self) -> bool:
-        """Whether this driver has ``cuMemcpyBatchAsync`` (12.8 and newer)."""
+        """True where this driver has ``cuMemcpyBatchAsync`` (12.8 and newer)."""
         if self._batch is None:
             # Version 12080 asks for the nine-argument form, with the failing index, of every driver that has the call.
             address = self._address("cuMemcpyBatchAsync", 12080)
@@ -369,7 +369,7 @@ def relaxed() -> AbstractContextManager[None]:
 
 
 def usable_here() -> bool:
-    """Whether the driver was started, and by this very process."""
+    """True where the driver was started, and by this very process."""
     return _driver is not None and not _forked
 
 

@@ -108,7 +108,7 @@ class EnqueueCalls:
             self._fail("cuStreamWaitEvent", code)
 
     def stream_capturing(self, stream: int) -> bool:
-        """Whether a capture is in progress on a stream."""
+        """True where a capture is in progress on a stream."""
         status = ctypes.c_int()
         code = self._calls.cuStreamIsCapturing(stream, ctypes.addressof(status))
         if code:
@@ -122,7 +122,7 @@ class EnqueueCalls:
             self._fail("cuEventRecord", code)
 
     def event_done(self, event: int) -> bool:
-        """Whether an event was reached; to be asked within `relaxed`."""
+        """True where an event was reached; to be asked within `relaxed`."""
         code = self._calls.cuEventQuery(event)
         if code == _NOT_READY:
             return False

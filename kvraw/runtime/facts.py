@@ -1,4 +1,4 @@
-"""What memory really is, from /proc and /sys: huge pages and NUMA nodes of a range; a GPU's node; limits."""
+"""The kernel's account of memory, from /proc and /sys: huge pages and NUMA nodes of a range; a GPU's node; limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the kernel says of a range; None where it does not say.
+    """The kernel's account of a range; None where it gives none.
 
     Attributes
     ----------

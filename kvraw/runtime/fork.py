@@ -23,7 +23,7 @@ _PATIENCE = 30.0  # seconds that a fork waits for what should not be divided: an
 
 
 class Lockable(Protocol):
-    """What a fork waits for."""
+    """A lock that a fork waits for."""
 
     def acquire(self, blocking: bool = ..., timeout: float = ...) -> bool:
         """Lock it; whether that was possible in time."""
@@ -72,7 +72,7 @@ def undivided() -> Iterator[None]:
 
 
 def epoch() -> int:
-    """How many forks lie between this process and the one that loaded kvraw."""
+    """Number of forks between this process and the one that loaded kvraw."""
     return _epoch
 
 
@@ -89,7 +89,7 @@ def _let_go() -> None:
 
 
 def _own(one: Any) -> bool:
-    """Whether the forking thread holds it, and will release it in the child as well."""
+    """True where the forking thread holds it, and will release it in the child as well."""
     return bool(one._is_owned())
 
 

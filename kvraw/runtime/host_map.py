@@ -34,7 +34,7 @@ _said: set[str] = set()
 
 @dataclass(frozen=True)
 class HostOptions:
-    """How a `HostBuffer` or a `HostPool` gets its memory.
+    """Options for the memory of a `HostBuffer` or a `HostPool`.
 
     Parameters
     ----------
@@ -61,6 +61,17 @@ class HostOptions:
     progress : callable, optional
         Called with bytes that are ready and bytes in all, after each registration; with `grow`, from a thread. What it
         raises ends the preparation.
+
+    Raises
+    ------
+    ValueError, BoundsError, TypeError
+        An option is none that there is, or does not go with another.
+
+    Examples
+    --------
+    >>> with kvraw.HostPool(1 << 20, pin=False, options=kvraw.HostOptions(kind="shared", populate=True)) as pool:
+    ...     pool.ready_bytes
+    1048576
     """
 
     kind: Kind = "anonymous"
@@ -151,13 +162,13 @@ class HostMemory:
         self._finalizer()
 
     def remains(self) -> HostMemory:
-        """What can still be said of the memory once it is given up, without keeping it."""
+        """A record of the memory for the time after it is given up, which does not keep it."""
         left = HostMemory(self.address, self.nbytes, self.kind, None)
         left.huge_pages, left.node, left.degraded = self.huge_pages, self.node, self.degraded
         return left
 
     def account(self) -> dict[str, object]:
-        """What was obtained, for `HostBuffer.info`."""
+        """The part of `HostBuffer.info` on what was obtained."""
         return {
             "nbytes": self.nbytes,
             "kind": self.kind,

@@ -1,4 +1,4 @@
-"""How numba compiles here: at first use, and kept on disk where there is a place for it. Imported on first use only."""
+"""Compilation by numba: at first use, and kept on disk where there is a place for it. Imported on first use only."""
 
 from __future__ import annotations
 

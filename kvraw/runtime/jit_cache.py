@@ -117,7 +117,7 @@ def _read(directory: int, name: str) -> bytes:
 
 @functools.cache
 def _place() -> tuple[Path, int] | None:
-    """Where this process keeps kernels: the first place that can be written to."""
+    """The directory in which this process keeps kernels: the first that can be written to."""
     for path, mode in _places():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ class KernelCache:
 
     @property
     def cache_path(self) -> str | None:
-        """Where compiled forms are kept."""
+        """The directory of compiled forms."""
         return kept_in()
 
     def _name(self, sig: Any, codegen: Any) -> str:

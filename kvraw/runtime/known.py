@@ -1,4 +1,4 @@
-"""What the driver knows of a range of memory, for copies that it refused: where they must be cut, and the words."""
+"""The driver's account of a range of memory, for copies that it refused: where they must be cut, and the words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe(d: CudaDriver, address: int, nbytes: int) -> str:
 
 
 def ends_within(d: CudaDriver, ranges: Iterable[tuple[int, int]]) -> set[int]:
-    """Where allocations and registrations, whoever made them, begin or end strictly inside ranges (address, bytes).
+    """Addresses strictly inside ranges (address, bytes) where allocations or registrations of anybody begin or end.
 
     Pinned islands inside pageable memory are not found.
     """

@@ -80,7 +80,7 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def mapped(address: int, nbytes: int) -> bool:
-    """Whether all pages of a range are mapped in this process, backed or not; True where the kernel does not tell."""
+    """True where all pages of a range are mapped in this process, backed or not, or the kernel does not tell."""
     start = address // PAGE * PAGE
     # On Linux an asynchronous msync does nothing but walk the mappings.
     return not _libc.msync(start, address + nbytes - start, _ASYNC) or ctypes.get_errno() != errno.ENOMEM

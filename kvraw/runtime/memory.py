@@ -22,9 +22,11 @@ __all__ = [
     "PinnedBuffer",
     "Registration",
     "Where",
+    "held_at",
     "held_by",
     "locate",
     "locate_all",
+    "pinned_at",
 ]
 
 
@@ -132,6 +134,29 @@ def _look(address: int, nbytes: int) -> tuple[Where, range]:
 def locate(address: int, nbytes: int) -> Where:
     """Ask the driver where a range lies; a range that is only partly pinned counts as pageable."""
     return _look(address, nbytes)[0]
+
+
+def held_at(address: int, device: int) -> tuple[int, int, int]:
+    """Begin and end of the memory of a device around an address, and its number; all 0 where it is none.
+
+    The device's context is current.
+    """
+    d = driver()
+    found = _allocation(d, address)
+    return (
+        (0, 0, 0) if found is None or found.device != device else (found.start, found.stop, d.pointer_number(address))
+    )
+
+
+def pinned_at(address: int) -> tuple[int, int, int, int]:
+    """Begin and end of the pinned memory around an address, what a GPU's view adds, and its number.
+
+    All 0 where it is no pinned memory, or has no number. A device's context is current.
+    """
+    d = driver()
+    found = _allocation(d, address)
+    number = d.pointer_number(address)
+    return (0, 0, 0, 0) if found is None or found.device is not None else (found.start, found.stop, found.shift, number)
 
 
 def held_by(address: int) -> int | None:
@@ -281,7 +306,26 @@ def _free_device(known: weakref.ref[CudaDriver], device: int, address: int) -> N
 
 
 class DeviceBuffer(Owner):
-    """`nbytes` of device memory, freed on close (the driver waits for the device then)."""
+    """Device memory, freed on close (the driver waits for the device then). Libraries take it as an array of bytes.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes.
+    device : int
+        Where.
+
+    Raises
+    ------
+    DriverNotFoundError, DriverError
+        There is no such device, or not as much memory.
+
+    Examples
+    --------
+    >>> with kvraw.DeviceBuffer(1 << 20, device=0) as memory:
+    ...     memory.nbytes
+    1048576
+    """
 
     def __init__(self, nbytes: int, device: int) -> None:
         self.nbytes, self.device = nbytes, device

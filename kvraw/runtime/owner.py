@@ -1,4 +1,4 @@
-"""What has an address, a size and a finalizer."""
+"""Base of what has an address, a size and a finalizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Owner:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True once it was closed."""
         return not self._finalizer.alive
 
     def close(self) -> None:
@@ -31,7 +31,13 @@ class Owner:
         self._finalizer.detach()
 
     def require_open(self) -> None:
-        """Raise `ClosedError` where it was closed."""
+        """Raise `ClosedError` where it was closed.
+
+        Raises
+        ------
+        ClosedError
+            It was.
+        """
         if self.closed:
             raise ClosedError(f"the {type(self).__name__} at {self.address:#x} is closed")
 

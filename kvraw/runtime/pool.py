@@ -22,7 +22,7 @@ __all__ = ["HostChunk", "HostPool"]
 
 
 class ChunkKind:
-    """What live chunks of one pool and size have in common: one object, so that a whole row is checked at once."""
+    """The object that live chunks of one pool and size share, so that a whole row is checked at once."""
 
     __slots__ = ("__weakref__", "nbytes")
 
@@ -31,13 +31,13 @@ class ChunkKind:
 
 
 class _Wait(NamedTuple):
-    """What was freed: the grant it is of, and the operations that may still use it."""
+    """A freed chunk's grant, and the operations that may still use it."""
 
     grant: int
     users: tuple[Use, ...]
 
     def over(self) -> bool:
-        """Whether nothing uses it any more."""
+        """True where nothing uses it any more."""
         return all(use.over for use in self.users)
 
 
@@ -46,6 +46,13 @@ class HostChunk(Uncopied):
 
     Other libraries take it as an array of bytes: through DLPack, the array interface or ``memoryview(chunk.numpy())``;
     what they make of it keeps the pool's memory mapped.
+
+    Examples
+    --------
+    >>> with kvraw.HostPool(1 << 20, pin=False) as pool:
+    ...     (chunk,) = pool.chunks(1, 8192)  # a HostChunk
+    ...     chunk.numpy(np.float32)[:] = 1.5
+    ...     chunk.free()
     """
 
     __slots__ = ("__weakref__", "_seen", "address", "kind", "nbytes", "pool")
@@ -56,11 +63,27 @@ class HostChunk(Uncopied):
 
     @property
     def freed(self) -> bool:
-        """Whether it was given back."""
+        """True once it was given back."""
         return self.kind is None
 
     def numpy(self, dtype: npt.DTypeLike = np.uint8) -> np.ndarray:
-        """The chunk as a 1-D array; it keeps the pool's memory alive, but not the chunk from being handed out again."""
+        """The chunk as an array; it keeps the pool's memory alive, but not the chunk from being handed out again.
+
+        Parameters
+        ----------
+        dtype : data type
+            Of its elements.
+
+        Returns
+        -------
+        numpy.ndarray
+            A view with one axis.
+
+        Raises
+        ------
+        ClosedError
+            The chunk, or its pool, was given back.
+        """
         if self.freed:
             self.pool.require_open()
             raise ClosedError(f"{self!r} was given back to its pool")
@@ -116,9 +139,21 @@ class HostPool(HostBuffer):
     Raises
     ------
     HostMemoryError
-        The memory is not to be had, or a chunk does not fit. It is a MemoryError.
+        The memory is unavailable. It is a MemoryError.
     DriverNotFoundError, DriverError
         It was to be pinned and cannot be; nothing is left mapped or registered.
+    PlacementError
+        It was to be pinned, and nothing says by which device.
+    BoundsError
+        A size is not positive, or the limit negative.
+
+    Examples
+    --------
+    >>> with kvraw.HostPool(64 << 20, pin=False) as pool:  # on a GPU: device=0
+    ...     first, second = pool.chunks(2, 1 << 20)
+    ...     pool.free([first])
+    ...     pool.info()["used"]
+    1048576
     """
 
     ALIGNMENT = 4096
@@ -234,11 +269,22 @@ class HostPool(HostBuffer):
 
         Parameters
         ----------
+        count, nbytes : int
+            How many, and bytes of each.
         timeout : float
             Seconds to wait for memory that was freed and is still used by transfers, and for a pool that grows.
 
+        Returns
+        -------
+        list of HostChunk
+            The chunks; their contents are whatever was there.
+
         Raises
         ------
+        BoundsError
+            `count` is negative, or `nbytes` not positive.
+        ClosedError
+            The pool is closed.
         HostMemoryError
             They do not fit; says what was asked for, what is free and the largest hole. It is a MemoryError.
         """
@@ -315,8 +361,15 @@ class HostPool(HostBuffer):
     def free(self, chunks: Iterable[HostChunk]) -> None:
         """Give chunks back, in any order. What transfers may still use is handed out again once they are over.
 
+        Parameters
+        ----------
+        chunks : iterable of HostChunk
+            Chunks of this pool.
+
         Raises
         ------
+        TypeError
+            It is a single chunk.
         ValueError
             One of them is not a live chunk of this pool; those before it are given back.
         """
@@ -380,9 +433,14 @@ class HostPool(HostBuffer):
             return memory.shift
 
     def info(self) -> dict[str, object]:
-        """What was really obtained, see `HostBuffer.info`; and of chunks: how many are handed out, what is free.
+        """Tell what was really obtained, see `HostBuffer.info`; and of chunks: how many are handed out, what is free.
 
         ``waiting`` are bytes that were freed and that transfers may still use.
+
+        Returns
+        -------
+        dict
+            By name.
         """
         with self._lock:
             if not self._closed and not self._forked:

@@ -27,7 +27,7 @@ def populate_threads() -> int:
 
 
 def interpreter_ends() -> bool:
-    """Whether the interpreter has begun to shut down; it then waits for threads, which should end."""
+    """True where the interpreter has begun to shut down; it then waits for threads, which should end."""
     return not threading.main_thread().is_alive()
 
 

@@ -81,7 +81,7 @@ class Preparation:
 
     @property
     def over(self) -> bool:
-        """Whether all is ready."""
+        """True where all is ready."""
         return self.reached == self._nbytes
 
     def advance(self) -> Registration | None:
@@ -180,7 +180,7 @@ class Growth:
 
     @property
     def running(self) -> bool:
-        """Whether it goes on."""
+        """True while it goes on."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -216,7 +216,7 @@ class Growth:
 
 
 def preparation_account(preparation: Preparation | None, growth: Growth | None) -> dict[str, object]:
-    """What became of a preparation, for `HostBuffer.info`."""
+    """The part of `HostBuffer.info` on a preparation."""
     return {
         "growing": growth is not None and growth.running,
         "growth_error": None if growth is None or growth.error is None else str(growth.error),

@@ -261,6 +261,13 @@ class Registration(Owner):
         The range overlaps one that is registered already, without being the same.
     DriverError
         The driver refused; nothing stays registered.
+
+    Examples
+    --------
+    >>> memory = np.zeros(1 << 20, np.uint8)
+    >>> with kvraw.Registration(memory.ctypes.data, memory.nbytes, device=0, owner=memory) as pinned:
+    ...     pinned.closed
+    False
     """
 
     def __init__(
@@ -335,7 +342,7 @@ def note_edges(d: CudaDriver, edges: set[int]) -> bool:
 
 
 def cut_list(d: CudaDriver) -> Callable[[], list[int]]:
-    """What gives the ascending addresses that no copy may span, without a lock and without asking anything."""
+    """A function for the ascending addresses that no copy may span, which takes no lock and asks nothing."""
     book = _book(d)
     return lambda: book.listed
 
@@ -349,7 +356,7 @@ def cuts_with(more: Sequence[int] | U64 = ()) -> U64:
 
 
 def boundaries(addresses: U64, nbytes: U64, more: Sequence[int] | U64 = ()) -> tuple[npt.NDArray[np.int64], U64]:
-    """Where copies must be cut so that none spans two registrations.
+    """Places where copies must be cut so that none spans two registrations.
 
     Parameters
     ----------
@@ -384,7 +391,7 @@ def boundaries(addresses: U64, nbytes: U64, more: Sequence[int] | U64 = ()) -> t
 
 
 def spans(begin: int, end: int, more: Sequence[int] = ()) -> bool:
-    """Whether `boundaries` would cut the one range of these ends: in a tenth of its time."""
+    """True where `boundaries` would cut the one range of these ends: in a tenth of its time."""
     d = driver_here()
     book = None if d is None else _books.get(d)
     if book is not None:
@@ -396,7 +403,7 @@ def spans(begin: int, end: int, more: Sequence[int] = ()) -> bool:
 
 
 def is_registered(address: int, nbytes: int) -> bool:
-    """Whether any part of a range is registered, or stuck in that state."""
+    """True where any part of a range is registered, or stuck in that state."""
     d = driver_here() if usable_here() else None
     book = None if d is None else _books.get(d)
     if book is None:
@@ -406,7 +413,7 @@ def is_registered(address: int, nbytes: int) -> bool:
 
 
 def registered_bytes() -> tuple[int, int]:
-    """How many registrations kvraw holds with the driver in use, and how many bytes they are."""
+    """Number and bytes of the registrations that kvraw holds with the driver in use."""
     d = driver_here()
     book = None if d is None else _books.get(d)
     if book is None:

@@ -307,7 +307,7 @@ def attach_segment(name: str, nbytes: int | None = None, *, any_user: bool = Fal
 
 
 def sweep_shared_memory(prefix: str = "") -> list[str]:
-    """Remove segments that kvraw created and whose owner is dead; returns their names.
+    """Remove shared memory that kvraw created and whose owner is dead.
 
     Whatever name they were given; no other file is touched, nor another user's. Processes that attached to one keep it.
 
@@ -315,6 +315,16 @@ def sweep_shared_memory(prefix: str = "") -> list[str]:
     ----------
     prefix : str
         Of the names to remove; default: all.
+
+    Returns
+    -------
+    list of str
+        The names that were removed.
+
+    Examples
+    --------
+    >>> kvraw.sweep_shared_memory("no such prefix")
+    []
     """
     gone: list[str] = []
     try:

@@ -43,7 +43,7 @@ def loaded_libcuda(maps: str = "/proc/self/maps") -> str | None:
 
 
 def kind_of(libcuda: str | None) -> str | None:
-    """Whether a path of libcuda is a "stub" or a "compat" library; None: neither."""
+    """The kind of a libcuda by its path: "stub" or "compat"; None: neither."""
     parts = Path(libcuda or "").parts
     return "stub" if "stubs" in parts else "compat" if "compat" in parts else None
 

@@ -84,7 +84,7 @@ def stream_device(stream: object) -> int | None:
 
 
 def capturing(stream: int, device: int) -> bool:
-    """Whether a capture is in progress on a stream of a device."""
+    """True where a capture is in progress on a stream of a device."""
     if stream in LEGACY:
         return False
     with DeviceScope(device):  # a thread may have no context yet, and stream 2 is another one in each
@@ -99,7 +99,25 @@ def _destroy(known: weakref.ref[CudaDriver], device: int, handle: int) -> None:
 
 
 class Stream:
-    """A stream of our own on a device, non-blocking with regard to the legacy default stream."""
+    """A stream of our own on a device, non-blocking with regard to the legacy default stream.
+
+    Streams of other libraries are taken everywhere as well; this is for those who have none.
+
+    Parameters
+    ----------
+    device : int
+        The device; its primary context is made where it is not there yet.
+
+    Raises
+    ------
+    DriverNotFoundError, DriverError
+        There is no such device, or it makes none.
+
+    Examples
+    --------
+    >>> with kvraw.Stream(device=0) as stream:
+    ...     stream.synchronize()
+    """
 
     def __init__(self, device: int) -> None:
         self.device = device

@@ -181,7 +181,7 @@ class Arena:
             self.release(offset, size)
 
     def holds(self, offset: int) -> bool:
-        """Whether this offset is handed out."""
+        """True where this offset is handed out."""
         return offset in self._live
 
     def give(self, offset: int) -> None:

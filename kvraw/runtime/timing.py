@@ -1,4 +1,4 @@
-"""How long work takes: on a stream, by events around several calls in a row, and on the host."""
+"""Time that work takes: on a stream, by events around several calls in a row, and on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How often a measurement is repeated.
+    """Repetitions of a measurement.
 
     Attributes
     ----------

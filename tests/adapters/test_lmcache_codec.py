@@ -110,8 +110,12 @@ def test_views_of_keys(device: str, case: int, neox: bool) -> None:
 
 def test_no_keys(device: str) -> None:
     cache, none = tables(device, 16), torch.zeros(0, dtype=torch.int64, device=device)
+    want = cache.clone()
     for shape in ((0, 48), (0, 3, 16), (2, 0, 3, 16), (0, 5, 3, 16)):
-        ops.rotary_embedding_k_fused(none, none, torch.zeros(shape, dtype=cache.dtype, device=device), 16, cache, True)
+        keys = torch.zeros(shape, dtype=cache.dtype, device=device)
+        assert ops.rotary_embedding_k_fused(none, none, keys, 16, cache, True) is None
+        assert keys.shape == shape
+    assert torch.equal(cache, want)
 
 
 def test_keys_that_cannot_be_taken(device: str) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="these tests are about torch's tensors, and torch is not installed")
 
 import kvraw  # noqa: E402
+from tests.helpers.profile import examples  # noqa: E402
 from tests.helpers.tensor_calls import ADDRESSES, CALLS  # noqa: E402
 
 REFUSED = (kvraw.KvrawError, RuntimeError, TypeError)
@@ -32,7 +33,7 @@ def with_gaps(values: torch.Tensor, pads: tuple[int, ...], order: tuple[int, ...
 
 
 @pytest.mark.parametrize("name", CALLS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_gaps_are_followed_or_refused(name: str, data: Any) -> None:
     """The bytes of the call without gaps, and nothing of what lies between; or an error, and nothing at all."""

@@ -13,6 +13,7 @@ from tests.conformance.test_conformance import check
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.backends import Result, on_device, on_host
 from tests.helpers.cases import Laid, draw_case
+from tests.helpers.profile import examples
 
 
 def emulated(laid: Laid) -> Result:
@@ -27,6 +28,6 @@ def emulated(laid: Laid) -> Result:
     "backend", [on_host("reference"), on_host("cpu"), emulated], ids=["reference", "cpu", "emulator"]
 )
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_cases(backend: Callable[[Laid], Result], data: st.DataObject) -> None:
     check(draw_case(lambda options: data.draw(st.sampled_from(options))), backend)

@@ -47,7 +47,7 @@ class Race(World):
 
 @pytest.fixture
 def race(device: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Race]:
-    monkeypatch.setenv("KVRAW_STAGING_SLOT", "4K")
+    monkeypatch.setenv("KVRAW_STAGING_SLOT", "8K")
     with DeviceScope(device):
         monkeypatch.setattr(device_state(device), "arena", StagingArena(device))
     made = Race(device, real="gpu]" in request.node.name or "gpu-" in request.node.name)

@@ -19,6 +19,7 @@ from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import locate
 from tests.emulator.fake_driver import FakeDriver
+from tests.helpers.profile import examples
 from tests.helpers.torch_like import TorchLike
 from tests.helpers.world import World
 
@@ -167,7 +168,7 @@ def test_batches_over_what_others_registered(fake: FakeDriver, captured: bool) -
     f.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
 def test_any_batch_over_any_registrations(pages: list[int], data: st.DataObject) -> None:
     fake = FakeDriver()

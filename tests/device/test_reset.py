@@ -180,6 +180,24 @@ def test_the_context_that_was_made_anew_is_current(fake: FakeDriver) -> None:
     w.pool.close(1.0)
 
 
+def test_a_bound_call_in_the_context_that_was_made_anew(fake: FakeDriver) -> None:
+    w = World(0)
+    plan, ids, stream = kvraw.TransferPlan(w.cache, "store", chunk_tokens=16), np.arange(20), w.stream.handle
+    for _ in range(4):
+        plan(w.chunks[:5], ids, stream=stream).wait()
+    fake.reset(0)
+    fake.context_push(fake.primary_retain(0))
+    with pytest.raises(kvraw.KvrawError):
+        plan(w.chunks[:5], ids, stream=stream)
+    v = World(0)
+    with pytest.raises(kvraw.ClosedError, match="the cache is gone"):
+        plan(w.chunks[:5], ids, stream=v.stream)
+    store(v)
+    fake.context_pop()
+    v.close()
+    w.pool.close(1.0)
+
+
 def test_what_adapters_keep_is_forgotten(fake: FakeDriver) -> None:
     tables = [m._known for m in (_memo, _paged, _groups, _blend_groups, _utilities)]
     tables += [_planned._bits, _pageable._free, pointer_tables._tables]

@@ -26,6 +26,10 @@ from tests.emulator.fake_streams import LEGACY, RESULTS, FakeStreams, _Op
 from tests.emulator.ptx_memory import Memory
 from tests.emulator.ptx_run import Module, module_of
 
+_FILLED = (
+    4 << 20
+)  # of device memory; behind it are zeros, as wrong as these, which take no memory until they are touched
+
 
 @dataclass
 class _Block:
@@ -240,7 +244,7 @@ class FakeDriver(FakeStreams):
     def mem_alloc(self, nbytes: int) -> int:
         device = self._here("mem_alloc")
         memory = mmap.mmap(-1, nbytes)
-        np.frombuffer(memory, np.uint8)[:] = 0xDB
+        np.frombuffer(memory, np.uint8)[:_FILLED] = 0xDB
         address = _address(memory)
         return self._keep(_Block("device", device, address, nbytes, address, (memory,)))
 

@@ -96,23 +96,45 @@ def registration(w: World) -> None:
     kvraw.Registration(start, 5 * 4096, 0, step=4096, owner=array).close()
 
 
-def codec_round_trip(w: World) -> None:
-    symbols = dense(w.memory.address, (2, 10, 40), 1, 0, w.memory)
-    encoded = codec.encode(symbols, 256, stream=w.stream)
-    np.testing.assert_array_equal(codec.decode(encoded), w.paged.ravel()[:800].reshape(2, 10, 40))
-    codec.decode(encoded, symbols, stream=w.stream).wait()
-    np.testing.assert_array_equal(w.now(), w.paged)
+def coded(w: World) -> tuple[np.ndarray, Any]:
+    """Few symbols, for kernels take long here; they lie at the beginning of the world's device memory."""
+    values = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
+    w.mirror.numpy()[:12] = values.ravel()
+    w.copy(w.memory.address, w.mirror.address, 12)
+    return values, dense(w.memory.address, values.shape, 1, 0, w.memory)
 
 
-def chunk_round_trip(w: World) -> None:
-    values = np.sin(np.arange(800, dtype=np.float32)).reshape(2, 10, 40)
-    w.mirror.numpy()[:3200] = values.view(np.uint8).ravel()
-    w.copy(w.memory.address, w.mirror.address, 3200)
-    chunk = dense(w.memory.address, (2, 10, 40), 4, 0, w.memory)
+def encode(w: World) -> None:
+    values, symbols = coded(w)
+    encoded = codec.encode(symbols, 32, stream=w.stream)
+    assert encoded.to_bytes() == codec.encode(values, 32).to_bytes()
+
+
+def decode(w: World) -> None:
+    values, symbols = coded(w)
+    codec.decode(codec.encode(values[::-1].copy(), 32), symbols, stream=w.stream).wait()
+    np.testing.assert_array_equal(w.now().view(np.uint8).ravel()[:12], values[::-1].ravel())
+
+
+def numbers(w: World) -> tuple[np.ndarray, Any]:
+    values = np.sin(np.arange(12, dtype=np.float32)).reshape(2, 3, 2)
+    w.mirror.numpy()[:48] = values.view(np.uint8).ravel()
+    w.copy(w.memory.address, w.mirror.address, 48)
+    return values, dense(w.memory.address, values.shape, 4, 0, w.memory)
+
+
+def compress(w: World) -> None:
+    values, chunk = numbers(w)
     compressed = codec.compress(chunk, 32, dtype="float32", stream=w.stream)
+    np.testing.assert_array_equal(codec.decompress(compressed), codec.decompress(codec.compress(values, 32)))
+
+
+def decompress(w: World) -> None:
+    values, chunk = numbers(w)
+    compressed = codec.compress(values, 32)
     codec.decompress(compressed, chunk, dtype="float32", stream=w.stream).wait()
-    w.copy(w.mirror.address, w.memory.address, 3200)
-    found = w.mirror.numpy()[:3200].view(np.float32).reshape(values.shape)
+    w.copy(w.mirror.address, w.memory.address, 48)
+    found = w.mirror.numpy()[:48].view(np.float32).reshape(values.shape)
     np.testing.assert_array_equal(found, codec.decompress(compressed))
 
 
@@ -122,7 +144,7 @@ def key_rotation(w: World) -> None:
 
 
 SCENARIOS = [store, store_large, load_device_ids, batch, pool_life, registration]
-SCENARIOS += [codec_round_trip, chunk_round_trip, key_rotation]
+SCENARIOS += [encode, decode, compress, decompress, key_rotation]
 
 
 def calls_of(scenario: Callable[[World], None]) -> list[tuple[str, int]]:
@@ -157,11 +179,10 @@ def test_every_call_may_fail(scenario: Callable[[World], None]) -> None:
             assert len(fake.violations) == 0
             scenario(world)
             kept = fake.live()
-            for _ in range(3):
-                scenario(world)
+            scenario(world)
             # How many events a scenario has in use at once depends on how soon the streams are served.
             grown = {k: n for k, n in fake.live().items() if n > kept[k] and k != "events"}
-            assert not grown, (name, nth, kept)
+            assert not grown, (name, nth, grown, kept)
             assert fake.live()["events"] <= 8, (name, nth)
             world.close()
 

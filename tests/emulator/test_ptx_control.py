@@ -13,6 +13,7 @@ from tests.emulator.ptx_check import HEADER, Covered, evaluate
 from tests.emulator.ptx_frame import PtxFaultError
 from tests.emulator.ptx_memory import Memory
 from tests.emulator.ptx_run import Module
+from tests.helpers.profile import examples
 
 TESTED = Covered()
 ALL = 0xFFFFFFFF
@@ -97,7 +98,7 @@ def test_divergent_branches_meet_again():
     assert launch(body, 1, 64, 64) == want
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64), st.sampled_from([32, 64, 96]))
 def test_divergent_loops(starts, block):
     text = """mov.u32 {z0}, 0; mov.u32 %r44, {a0};

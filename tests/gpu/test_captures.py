@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -73,14 +74,17 @@ def test_transfers_beside_a_capture(gpu: int, another_thread: bool) -> None:
 def test_what_is_let_go_of_in_a_capture(gpu: int) -> None:
     w = World(gpu)
     kvraw.store(w.cache, w.chunks, device_ids((1, 2), gpu, w.stream), stream=w.stream).wait()
-    worlds = [w]
+    worlds, kept = [w], []
     del w
 
     def beside() -> None:
+        kept.append(weakref.ref(worlds[0].memory))
         worlds.clear()
         gc.collect()
 
     captured(gpu, beside)
+    assert kept
+    assert kept[0]() is None
 
 
 def test_what_a_captured_transfer_needs_is_made_in_the_capture(gpu: int) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvraw.runtime import jit_cache
 from kvraw.runtime.jit import jit
+from tests.helpers.profile import examples
 
 pytestmark = pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
 
@@ -147,7 +148,7 @@ def test_a_damaged_file_counts_as_absent_and_is_replaced(base: Path, damage: Cal
     assert call() == (42, 1)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_altered_bit_is_loaded(base: Path, data: st.DataObject) -> None:
     if not base.exists():
@@ -330,12 +331,13 @@ def test_the_engines_kernels_in_processes(tmp_path: Path) -> None:
 
 
 ALL = """
-import kvraw
+import gc, kvraw
 from kvraw.runtime import jit_cache
+from kvraw.runtime.compiled import Compiled
 kvraw.warm_up()
-from kvraw.runtime import compiled
-compiled.compile_all()
-assert all(one.entry is not None for one in compiled._all) and len(compiled._all) >= 2
+compiled = [one for one in gc.get_objects() if type(one) is Compiled]
+[one.compile() for one in compiled]
+assert all(one.entry is not None for one in compiled) and len(compiled) >= 2
 assert not jit_cache.unsaved
 """
 

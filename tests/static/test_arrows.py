@@ -13,7 +13,7 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "kvraw").rglob("*.py"))
 }
-LONGEST = 420  # lines of a file
+LONGEST = 400  # lines of a file, docstrings apart
 
 # Rooms that say what they import of kvraw; the longest matching name rules. `kvraw` itself only names things lazily.
 ALLOWED = {
@@ -158,9 +158,22 @@ def test_a_kept_arrow_is_left_alone(module: str, source: str) -> None:
     assert not any(broken(module, name) for name in imports_of(source, module))
 
 
+def without_docstrings(path: Path) -> int:
+    """Lines of a file, but for docstrings in Python."""
+    text = path.read_text()
+    lines = text.count("\n")
+    if path.suffix == ".py":
+        for node in ast.walk(ast.parse(text)):
+            documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            if documented and ast.get_docstring(node, clean=False) is not None:
+                first = node.body[0]
+                lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return lines
+
+
 def test_files_are_short() -> None:
     lines = {
-        str(path.relative_to(ROOT)): path.read_bytes().count(b"\n")
+        str(path.relative_to(ROOT)): without_docstrings(path)
         for room in ("kvraw", "tests")
         for path in (ROOT / room).rglob("*")
         if path.is_file() and path.suffix != ".ptx" and path.name != "manifest.json" and "__pycache__" not in path.parts

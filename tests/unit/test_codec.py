@@ -12,11 +12,12 @@ import kvraw
 from kvraw import codec
 from kvraw.codec.streams import slot_bytes
 from tests.helpers import coder_oracle as oracle
+from tests.helpers.profile import examples
 
 ANY = hnp.array_shapes(min_dims=3, max_dims=3, min_side=1, max_side=24)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data(), ANY, st.integers(1, 256))
 def test_what_was_coded_comes_back(data: st.DataObject, shape: tuple[int, ...], alphabet: int) -> None:
     symbols = data.draw(hnp.arrays(np.uint8, shape, elements=st.integers(0, alphabet - 1), fill=st.just(0)))
@@ -26,7 +27,7 @@ def test_what_was_coded_comes_back(data: st.DataObject, shape: tuple[int, ...], 
     np.testing.assert_array_equal(codec.decode(codec.Encoded.from_bytes(encoded.to_bytes())), symbols)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data(), st.integers(1, 256), st.integers(1, 60))
 def test_any_rising_distribution_will_do(data: st.DataObject, alphabet: int, tokens: int) -> None:
     rise = data.draw(st.lists(st.integers(0, 65535), min_size=alphabet, max_size=alphabet, unique=True))
@@ -38,7 +39,7 @@ def test_any_rising_distribution_will_do(data: st.DataObject, alphabet: int, tok
     np.testing.assert_array_equal(codec.decode(encoded), symbols)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(hnp.arrays(np.uint8, ANY, elements=st.integers(0, 40)), st.integers(41, 256))
 def test_distributions(symbols: np.ndarray, alphabet: int) -> None:
     out = np.zeros((symbols.shape[0], symbols.shape[2], alphabet + 1), np.uint16)

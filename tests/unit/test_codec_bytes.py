@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import kvraw
 from kvraw import codec
 from kvraw.codec.encoded import seal, unseal
+from tests.helpers.profile import examples
 
 RNG = np.random.default_rng(2)
 ENCODED = codec.encode(RNG.integers(0, 16, (2, 12, 7)).astype(np.uint8), 16)
@@ -30,7 +31,7 @@ def test_what_was_written_is_read(kind: type) -> None:
 
 
 @KIND
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_every_flipped_bit_and_every_cut_is_seen(kind: type, data: st.DataObject) -> None:
     stored = bytearray(STORED[kind])
@@ -44,7 +45,7 @@ def test_every_flipped_bit_and_every_cut_is_seen(kind: type, data: st.DataObject
 
 
 @KIND
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_content_that_contradicts_itself_is_refused(kind: type, data: st.DataObject) -> None:
     """Altered and sealed anew: an error or an object that decodes, never a crash."""

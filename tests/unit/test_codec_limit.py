@@ -14,6 +14,7 @@ import kvraw
 from kvraw import codec
 from kvraw.codec import limit as limits
 from kvraw.codec.encoded import seal
+from tests.helpers.profile import examples
 
 SIZE = st.one_of(st.integers(0, 5), st.integers(0, 2**31), st.sampled_from([2**29 - 1, 2**31 - 1, 2**63, 2**64 - 1]))
 
@@ -79,7 +80,7 @@ def test_more_than_there_is() -> None:
         codec.decode(encoded, limit=1 << 62)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(layers=SIZE, tokens=SIZE, channels=SIZE, alphabet=SIZE, size=SIZE, chunk=st.booleans(), tail=st.binary())
 def test_any_header(
     layers: int, tokens: int, channels: int, alphabet: int, size: int, chunk: bool, tail: bytes

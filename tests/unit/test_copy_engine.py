@@ -20,7 +20,13 @@ from kvraw.layout import CacheLayout, Geometry, chunk_side, copy_plan, find_chun
 from kvraw.runtime import register
 from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
+from tests.helpers.profile import examples
 from tests.helpers.world import World
+
+
+def nowhere(pointers: list[int], number: int, geometry: Geometry) -> kvraw.PagedCache:
+    """A cache of addresses that nothing lies at: nothing is copied here."""
+    return kvraw.PagedCache(CacheLayout(find_format(number), geometry), pointers, None)
 
 
 def pairs(d: Descriptors) -> set[tuple[int, int]]:
@@ -40,12 +46,12 @@ def pairs(d: Descriptors) -> set[tuple[int, int]]:
     ids=st.lists(st.integers(-1, 5), max_size=6),
     first=st.integers(0, 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_describe_is_the_formula(format: int, by: str, layout: str, ids: list[int], first: int) -> None:
     row = find_format(format)
     geometry = Geometry(2, 6, 2, 2, 3, 1, planes=row.planes)
     count = CacheLayout(row, geometry).pointers
-    paged = kvraw.PagedCache.from_pointers([(k + 1) << 32 for k in range(count)], format, geometry)
+    paged = nowhere([(k + 1) << 32 for k in range(count)], format, geometry)
     side, flat = paged.layout.side(by), chunk_side(find_chunk_layout(layout), geometry, 4, by)
     plan = copy_plan(geometry, side, flat, by)
     values = np.array(ids if by == "slot" else [abs(i) for i in ids], np.int64)
@@ -81,7 +87,7 @@ def test_merge_joins_both_ways() -> None:
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 300), st.integers(1, 90)), min_size=1, max_size=8),
     st.lists(st.integers(1, 600), max_size=6),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_split_cuts_at_every_edge_and_nowhere_else(rows: list[tuple[int, int, int]], cuts: list[int]) -> None:
     to = 1000
     placed = []
@@ -135,11 +141,11 @@ def test_neighbours_go_as_one(fake: FakeDriver) -> None:
 
 
 @given(ids=st.permutations(range(8)), count=st.integers(1, 8), number=st.sampled_from([0, 4, 9]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_items_are_joined_as_their_runs_would_be(ids: list[int], count: int, number: int) -> None:
     geometry = Geometry(3, 8, 2, 2, 4, 1)
     pointers = CacheLayout(find_format(number), geometry).pointers
-    paged = kvraw.PagedCache.from_pointers([0x10000 + 0x1000 * k for k in range(pointers)], number, geometry)
+    paged = nowhere([0x10000 + 0x1000 * k for k in range(pointers)], number, geometry)
     flat = chunk_side(find_chunk_layout("2LTD"), geometry, 4, "block")
     plan = copy_plan(geometry, paged.layout.side("block"), flat, "block")
     index = np.array(ids[:count], np.int64)
@@ -181,7 +187,7 @@ def compiled() -> None:
     apart=st.booleans(),
     edges=st.lists(st.integers(0, 4000), max_size=5),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_compiled_copies_are_those_of_numpy(
     compiled: None,
     number: int,
@@ -197,7 +203,7 @@ def test_compiled_copies_are_those_of_numpy(
     geometry = Geometry(2, 12, 2, 2, 3, 1, planes=row.planes)
     count = CacheLayout(row, geometry).pointers
     step = 12 * 2 * geometry.token_bytes // count + gap
-    paged = kvraw.PagedCache.from_pointers([0x100000 + k * step for k in range(count)], number, geometry)
+    paged = nowhere([0x100000 + k * step for k in range(count)], number, geometry)
     side, flat = paged.layout.side(by), chunk_side(find_chunk_layout(layout), geometry, 4, by)
     plan = copy_plan(geometry, side, flat, by)
     values = np.array(ids if by == "slot" else [abs(i) for i in ids], np.int64)

@@ -24,6 +24,7 @@ from tests.helpers.handed_in import (
     sizes,
     width_of,
 )
+from tests.helpers.profile import examples
 
 
 def test_every_format_has_a_case_and_every_row_is_consistent() -> None:
@@ -51,7 +52,7 @@ def right_or_refused(built: Built, width: int, **hints: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(s=sizes(), order=orders(), dtype=st.sampled_from([np.uint16, np.int32, np.uint64]))
 def test_asked_for_format(name: str, s: Sizes, order: list[int], dtype: Any) -> None:
     form = form_of(name)
@@ -62,7 +63,7 @@ def test_asked_for_format(name: str, s: Sizes, order: list[int], dtype: Any) -> 
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.engine])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(s=sizes(), order=orders())
 def test_engine_with_all_hints(name: str, s: Sizes, order: list[int]) -> None:
     """Without format=, the bytes are right or the error names what settles it."""
@@ -99,7 +100,7 @@ def test_one_hint_is_enough(name: str, settled_by: str, s: Sizes) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.lists(Sizes())])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(s=sizes(), order=orders(), data=st.data())
 def test_size_one_strides_do_not_matter(name: str, s: Sizes, order: list[int], data: st.DataObject) -> None:
     """With counts that leave one reading, any stride may stand at a size-1 dimension: zero, negative, or huge."""

@@ -19,6 +19,7 @@ from tests.helpers.handed_in import (
     orders,
     view_of,
 )
+from tests.helpers.profile import examples
 
 
 def list_of(*shape: int, n: int = 3) -> list[FakeView]:
@@ -243,7 +244,7 @@ def test_halves_of_one_host_buffer() -> None:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     shape=st.lists(st.integers(1, 3), min_size=3, max_size=6),
     order=orders(),

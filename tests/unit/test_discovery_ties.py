@@ -24,11 +24,12 @@ from tests.helpers.handed_in import (
     view_of,
     width_of,
 )
+from tests.helpers.profile import examples
 
 
 @pytest.mark.parametrize("name", ["1", "2", "6", "7", "12", "13"])
 @pytest.mark.parametrize(("one", "hint"), [("H", "num_heads"), ("T", "block_size")])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(order=orders())
 def test_one_head_or_one_token(name: str, one: str, hint: str, order: list[int]) -> None:
     """By slot they differ: a block of 4 tokens of one head is not one of one token of 4 heads."""
@@ -71,7 +72,7 @@ def test_one_block(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(s=sizes().map(lambda s: replace(s, D=1)), order=orders())
 def test_one_element_per_head(name: str, s: Sizes, order: list[int]) -> None:
     built = Built(CASES[name], s, order)
@@ -93,7 +94,7 @@ def test_all_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PADDABLE)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(s=sizes(2), order=orders(), pad=st.integers(1, 9))
 def test_padded_blocks(name: str, s: Sizes, order: list[int], pad: int) -> None:
     built = Built(CASES[name], s, order, pad)

@@ -15,6 +15,7 @@ from kvraw.engines.kernel_args import WORDS, divider
 from kvraw.errors import LayoutError
 from kvraw.layout import Geometry
 from kvraw.plan import CopyPlan, Side
+from tests.helpers.profile import examples
 
 strides = st.integers(0, 6).map(lambda k: k * 8) | st.integers(0, 400)
 
@@ -67,7 +68,7 @@ counts = st.integers(1, 3)
 
 
 @given(sides(), sides(), counts, counts, counts, counts, st.integers(1, 9), st.integers(0, 9))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_folding_keeps_every_byte(src: Side, dst: Side, l: int, k: int, t: int, h: int, run: int, item: int) -> None:
     plan = CopyPlan(src, dst, l, k, t, h, run)
     assert sorted(folded(plan, item)) == sorted(written_out(plan, item))
@@ -116,7 +117,7 @@ def test_counts_must_be_positive(name: str) -> None:
 
 
 @given(st.integers(1, 2**63 - 1) | st.integers(1, 4096), st.integers(0, 2**63 - 1), st.integers(-1, 1))
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 def test_division_by_multiplication_is_exact(d: int, n: int, near: int) -> None:
     n = min(max(n // d * d + near, 0), 2**63 - 1)
     magic, shift = divider(d)

@@ -34,6 +34,7 @@ from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import install
 from tests.emulator.fake_driver import FakeDriver
+from tests.helpers.profile import examples
 
 FLAT = {f"{e} {d}": ((1000, 1.0), (4000, 3.0)) for e in ENGINES for d in DIRECTIONS}
 ZERO = dict.fromkeys(ENGINES, 0.0)
@@ -73,7 +74,7 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 
 @given(profiles(), st.sampled_from(ENGINES), st.sampled_from(DIRECTIONS), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_more_bytes_take_longer_and_longer_runs_do_not(profile: Profile, engine: str, way: str, data: Any) -> None:
     run, more_run = sorted(data.draw(st.tuples(st.integers(1, 1 << 25), st.integers(1, 1 << 25))))
     few, many = sorted(data.draw(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40))))
@@ -82,7 +83,7 @@ def test_more_bytes_take_longer_and_longer_runs_do_not(profile: Profile, engine:
 
 
 @given(profiles())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_json_round_trip(profile: Profile) -> None:
     assert Profile.loads(profile.dumps()) == profile
     assert Profile.loads(BUILT_IN.dumps()) == BUILT_IN
@@ -320,7 +321,7 @@ def test_a_choice_says_why_and_how_long(fake: FakeDriver) -> None:
 
 
 @given(profiles(), st.sampled_from([256, 32 * KIB]), st.sampled_from(DIRECTIONS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_fastest_is_chosen_whatever_the_figures(profile: Profile, run: int, direction: str) -> None:
     fake = FakeDriver()
     before = install(fake)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from kvraw.errors import BoundsError, DriverError
 from kvraw.plan import Side
 from kvraw.runtime.program import IDS, IDS_COUNT, Commands, Program, warm_up
 from tests.helpers.driver_calls import Recorder, address_of
+from tests.helpers.profile import examples
 
 BOTH = ("compiled", "python")
 
@@ -68,7 +69,7 @@ ROWS = st.one_of(
 CODES = [1, 2, 700, 900]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_random_programs(data: st.DataObject) -> None:
     """The same calls with the same arguments, and the same end: by an error, by a row that ends it, or by its last."""
@@ -208,7 +209,7 @@ def text_of(run: Callable[..., Any], *args: Any) -> str:
 ID_LISTS = st.lists(st.one_of(st.integers(-3, 12), st.integers(-(2**63), 2**63 - 1)), max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(ID_LISTS, st.sampled_from([0, 1, 8, 64, 65, 2**20]), st.booleans(), st.booleans(), st.integers(0, 5))
 @example([], 0, False, True, 0)
 @example([63, 64, 127, 128, 64], 2**20, False, True, 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvraw import config
-from kvraw.adapters.found import raise_found, teller
+from kvraw.adapters.found import pending, raise_found, teller
+from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, pageable, require_no_capture
@@ -26,10 +25,11 @@ from kvraw.adapters.lmcache._paged import (
     is_tensor,
 )
 from kvraw.adapters.lmcache._place import current_stream, device_index
-from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of
+from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
-from kvraw.arrays import ASK_DRIVER, I64, IndexVector, index_vector, is_pointer, tensor_view
+from kvraw.arrays import IndexVector, is_pointer, tensor_view
 from kvraw.cache import PagedCache, require_host
+from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import FORMATS
 from kvraw.plain import odd, unusable
@@ -37,13 +37,14 @@ from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import locate_all
+from kvraw.runtime.memory import locate_all, pinned_at
+from kvraw.runtime.stream import LEGACY
 from kvraw.transfer_plan import Direction, TransferPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["blocks_of", "ids_of", "multi_layer_block_kv_transfer", "object_side", "paged_of"]
+__all__ = ["blocks_of", "multi_layer_block_kv_transfer", "object_side", "paged_of"]
 
 _FUSED = (10, 11, 12, 13)  # K and V of a head are one row
 _HALF_KNOWN = 2  # bytes of an element, where nothing tells
@@ -99,53 +100,6 @@ def paged_of(paged: Any, shape_desc: Any, number: int, device: int | None, objec
     return from_pointers(number, addresses, c, int(d.kv_size), device)
 
 
-_widths: dict[Any, int] = {}  # bytes of an id that kernels read, by dtype; 0: they do not read it
-
-
-def _width(dtype: Any) -> int:
-    found = _widths[dtype] = {"torch.int64": 8, "torch.int32": 4}.get(str(dtype), 0)
-    return found
-
-
-def ids_of(name: str, ids: Any, device: int | None, most: int | None = None, keep: object = None) -> IndexVector:
-    """Ids as an index of at most `most` values, on the device or the host, that keeps `keep` alive as well."""
-    if device is not None and hasattr(ids, "data_ptr") and ids.device.type != "cpu":
-        width = _widths.get(ids.dtype) or _width(ids.dtype)
-        if not width:
-            if "int" not in str(ids.dtype):
-                raise TypeError(f"{name} holds {ids.dtype}, must hold integers")
-            ids, width = ids.long(), 8
-        shape = ids.shape
-        if len(shape) != 1:
-            raise BoundsError(f"{name} has {len(shape)} axes, must have 1")
-        if not ids.is_contiguous():
-            ids = ids.contiguous()
-        count, where = shape[0], ids.device.index
-        if most is not None and count > most:
-            count = most
-        return IndexVector(None, ids.data_ptr(), count, width, ASK_DRIVER if where is None else where, (ids, keep))
-    if type(ids) is list and ids:
-        try:
-            found = np.frombuffer(array("q", ids), np.int64)[:most]  # of the ways to take integers in, the fastest
-            return IndexVector(found, 0, len(found), 8, None, keep)
-        except (TypeError, OverflowError):  # said better below
-            pass
-    if is_tensor(ids):
-        try:
-            values = (ids if ids.device.type == "cpu" else ids.cpu()).numpy()
-        except (TypeError, RuntimeError, NotImplementedError):  # said better below
-            values = index_vector(name, ids).host
-        if values.dtype == np.int64 and values.ndim == 1 and values.flags.c_contiguous:
-            values = values[:most]
-            return IndexVector(values, 0, len(values), 8, None, keep)
-        ids = values
-    index = index_vector(name, ids)
-    if index.host is None:  # a device vector of another library
-        return index._replace(count=index.count if most is None else min(index.count, most), owner=(ids, keep))
-    host = index.host[:most]
-    return IndexVector(host, 0, len(host), 8, None, keep)
-
-
 def object_side(part: Part, layers: int, tokens: int, step: int | None = None) -> Side:
     """The side of a row of objects, one base each, whose item i is block i of the row, or `step` tokens."""
     step = part.layout.geometry.block_size if step is None else step
@@ -197,6 +151,8 @@ class Blocks:
         self._open = config.ENGINE.get() in ("auto", "kernel")
         self._plan: TransferPlan | None = None
         self._rows: dict[tuple[int, ...], Any] = {}
+        self._pinned = (0, 0, 0, 0)  # where objects lay in pinned memory, as `pinned_at`
+        self._state: DeviceState | None = None
         if paged.whole:
             cache = PagedCache(paged.parts[0].layout, paged.reached()[0].host, paged.device)
             way: Direction = "store" if to_host else "load"
@@ -289,12 +245,86 @@ class Blocks:
             assert row is not None
             return self._copies.run(row, ids, skip, ids.count - skip, stream, captured, waited=waited)
         unseen = device is not None and ids.host is None and not waited
-        return self._plan(places, ids, skip=skip, stream=stream, on_error=teller(device) if unseen else None)
+        done = self._plan(places, ids, skip=skip, stream=stream, on_error=teller(device) if unseen else None)
+        if device is not None and not captured:
+            self._learn_pinned(places, device)
+        return done
 
-    def move(self, objects: Sequence[Any], ids: IndexVector, skip: int) -> None:
+    def _repeat(self, objects: Sequence[Any], ids: Any, skip: int, device: int, stream: int) -> bool:
+        """Move as an earlier call did, objects that lie on the device by ids there; False: all must be looked at."""
+        there = ids_on(ids, device)
+        if not objects:
+            return False
+        if type(objects[0]) is int:
+            places = tuple(objects)
+            try:
+                row = self._rows.get(places)
+            except TypeError:  # tensors among them
+                return False
+        elif there is None:
+            places, row = tuple(self._places(objects)[0]), None
+        else:
+            return False
+        if type(row) is not tuple:
+            return self._plan is not None and self._repeat_pinned(places, objects, ids, there, skip, device, stream)
+        count = 0 if there is None else min(there[2], len(places) * self.per_object) - skip
+        if count <= 0 or there is None:
+            return False
+        bits = 0
+        for place in places:
+            bits |= place
+        refs = (ids, objects)
+        return self._copies.repeat(stream, places, bits & 15, there, skip, count, memory=(places[0], row[1]), refs=refs)
+
+    def _repeat_pinned(
+        self,
+        places: tuple[int, ...],
+        objects: Sequence[Any],
+        ids: Any,
+        there: tuple[int, int, int] | None,
+        skip: int,
+        device: int,
+        stream: int,
+    ) -> bool:
+        """The same for objects in the registration that those of the last call lay in."""
+        begin, end, shift, number = self._pinned
+        if not number or min(places) < begin or max(places) > end - self.nbytes:
+            return False
+        d, state = driver(), self._state
+        if state is None or state.lost or state.owner is not d or pending(state) or d.context_device() != device:
+            return False
+        if d.pointer_number(places[0]) != number or (stream not in LEGACY and d.stream_capturing(stream)):
+            return False
+        most = len(places) * self.per_object
+        if there is None:
+            index = ids_of("block_ids", ids, device, most, objects)
+            if index.host is None:
+                return False
+        else:
+            address, width, count = there
+            index = IndexVector(None, address, min(count, most), width, device, (ids, objects))
+        if index.count <= skip:
+            return False
+        addresses = np.array(places, np.uint64)
+        seen = addresses + np.uint64(shift % 2**64) if shift else addresses
+        assert self._plan is not None
+        told = None if there is None else teller(device)
+        self._plan.enqueue(state, addresses, seen, index, skip, stream, on_error=told)
+        return True
+
+    def _learn_pinned(self, places: list[int], device: int) -> None:
+        """Note where objects lie, for `_repeat_pinned`."""
+        with DeviceScope(device):
+            self._pinned, self._state = pinned_at(places[0]), device_state(device)
+
+    def move(self, objects: Sequence[Any], block_ids: Any, skip: int) -> None:
         """Move blocks on the caller's stream; pageable objects are filled on return."""
-        device = self.paged.device
-        stream = None if device is None else current_stream(device)
+        device, stream = self.paged.device, None
+        if device is not None:
+            stream = current_stream(device)
+            if self._open and self._repeat(objects, block_ids, skip, device, stream):
+                return
+        ids = ids_of("block_ids", block_ids, device, len(objects) * self.per_object, objects)
         captured = device is not None and stream is not None and raise_found(device, stream)
         if ids.count <= skip or not len(objects):
             return
@@ -370,7 +400,7 @@ def multi_layer_block_kv_transfer(
     ArgumentError, LayoutError, PlacementError
         What was passed does not fit together.
     """
-    to_host, number = direction_of(direction), format_of(engine_kv_format)
+    to_host, number = way_of(direction, engine_kv_format)
     where, d, tokens = device_index(device), shape_desc, int(lmcache_chunk_size)
     if not hasattr(d, "element_size"):
         raise TypeError(f"shape_desc is a {type(d).__name__}, must be a PageBufferShapeDesc")
@@ -388,13 +418,4 @@ def multi_layer_block_kv_transfer(
         blocks = remembered(paged_buffer_ptrs_tensor, ("blocks", to_host, number, where, tokens, counts), make)
     else:
         blocks = make()
-    most = len(lmcache_objects_ptrs) * blocks.per_object
-    ids = ids_of("block_ids", block_ids, where, most, lmcache_objects_ptrs)
-    blocks.move(lmcache_objects_ptrs, ids, max(int(skip_prefix_n_blocks), 0))
-
-
-def host_ids(address: int, count: int) -> I64:
-    """A vector of int64 ids in host memory."""
-    if not count:
-        return np.zeros(0, np.int64)
-    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address)).view(np.int64)
+    blocks.move(lmcache_objects_ptrs, block_ids, max(int(skip_prefix_n_blocks), 0))

@@ -26,7 +26,7 @@ from kvraw.runtime.memory import locate
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["batched_memcpy", "check_alignment", "check_range", "enqueue_split", "lmcache_memcpy_async"]
+__all__ = ["batched_memcpy", "check_alignment", "check_range", "cuts", "enqueue_split", "lmcache_memcpy_async"]
 
 
 _FEW, _LARGE = 4, 1 << 20  # copies, and bytes, below which it takes longer to hand them over than to make them
@@ -48,7 +48,7 @@ def check_range(name: str, address: int, nbytes: int, offset: int = 0) -> None:
         require_address(name, address, nbytes)
 
 
-def _pieces(nbytes: int, offset: int, alignment: int) -> Iterator[tuple[int, int]]:
+def cuts(nbytes: int, offset: int, alignment: int) -> Iterator[tuple[int, int]]:
     """Begin and size of the pieces of a copy, cut at multiples of the alignment in the host buffer."""
     at = 0
     while at < nbytes:
@@ -60,7 +60,7 @@ def _pieces(nbytes: int, offset: int, alignment: int) -> Iterator[tuple[int, int
 def enqueue_split(dest: int, src: int, nbytes: int, offset: int, alignment: int, stream: int) -> None:
     """Enqueue a copy in pieces none of which spans two registrations; the device's context is current."""
     enqueue = driver().memcpy_async
-    for at, size in _pieces(nbytes, offset, alignment):
+    for at, size in cuts(nbytes, offset, alignment):
         enqueue(dest + at, src + at, size, stream)
 
 

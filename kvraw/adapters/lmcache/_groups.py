@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters.found import raise_found, sink_for
+from kvraw.adapters.found import pending, raise_found, sink_for, teller
 from kvraw.adapters.lmcache._blocks import object_side, reach
-from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host
+from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host, cuts
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
 from kvraw.adapters.lmcache._phases import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._place import current_stream, device_index
@@ -22,13 +22,19 @@ from kvraw.adapters.lmcache._types import (
     direction_of,
     format_of,
 )
-from kvraw.engines.device_state import device_state
+from kvraw.addresses import FIRST, TOP
+from kvraw.engines.device_state import DeviceState, device_state
+from kvraw.engines.indexed import IndexedLaunch
+from kvraw.engines.steps import BoundSteps
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.runtime.context import DeviceScope, at_reset
+from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import held_at, pinned_at
 
 __all__ = ["execute_object_group_transfer"]
 
 _MOST = 256
+_LONGEST = 3 * 1024  # words of copies in a program, which gives the GIL to nobody
 
 
 class _Group:
@@ -53,6 +59,21 @@ class _Group:
         self.per_object, layers = tokens // block_size, shape.geometry.layers
         self.copies = shape.copies("block", to_host, lambda part: object_side(part, layers, tokens), tokens)
         self._found: tuple[Sequence[DeviceTable | Reached], list[Reached]] | None = None
+        self.launch: IndexedLaunch | None = None
+        self.ids = (0, 0, 0)  # where ids lay, as `held_at`
+
+    def learn(self, state: DeviceState, ids: int) -> None:
+        """Bind the launch, where the tables are known for good, and note where ids lie."""
+        self.ids = held_at(ids, state.device) if ids else (0, 0, 0)
+        if self._found is None or not self.copies.kernel or self.launch is not None:
+            return
+        (table,), (objects,) = self._found
+        if isinstance(table, DeviceTable) and len(objects.seen) <= _MOST:
+            kernel, seen = self.copies.each[0].kernel, objects.seen
+            if self.to_host:
+                self.launch = IndexedLaunch(state, kernel, (table, seen), (8, 0), link=False)
+            else:
+                self.launch = IndexedLaunch(state, kernel, (seen, table), (0, 8), link=False)
 
     def ends(self, stream: int | None) -> tuple[Sequence[DeviceTable | Reached], list[Reached]]:
         """The tables of each part, and the objects; `stream` as for `tables_of`."""
@@ -92,10 +113,8 @@ def _group(at: int, spec: KernelGroupSpec, to_host: bool, device: int | None) ->
     return found
 
 
-def _launches(
-    group: _Group, ends: tuple[Sequence[Any], Sequence[Any]], spec: KernelGroupSpec, launch: LaunchVar
-) -> list[Any]:
-    """The copies of a launch, ready; none where there is nothing to copy."""
+def _items(group: _Group, spec: KernelGroupSpec, launch: LaunchVar) -> tuple[int, int]:
+    """Which items of its ids a launch copies, checked: the first, and how many; none where there is nothing to copy."""
     total, count, at = launch.total_blocks, launch.num_objects, launch.block_ids_offset
     if not 1 <= count <= len(group.objects):
         raise ArgumentError(
@@ -111,9 +130,109 @@ def _launches(
     skip = launch.skip_prefix_n_blocks
     if skip < 0:
         skip = 0
-    if total <= skip:
+    return skip, max(total - skip, 0)
+
+
+def _launches(
+    group: _Group, ends: tuple[Sequence[Any], Sequence[Any]], spec: KernelGroupSpec, launch: LaunchVar
+) -> list[Any]:
+    """The copies of a launch, ready; none where there is nothing to copy."""
+    first, count = _items(group, spec, launch)
+    if not count:
         return []
-    return pieces(group.copies, group.device, ends, (spec.block_ids_base, at), skip, total - skip)
+    return pieces(group.copies, group.device, ends, (spec.block_ids_base, launch.block_ids_offset), first, count)
+
+
+class _Repeats:
+    """Plans whose groups were carried out before, as one program: what is staged and launched, in which order."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[object, ...], BoundSteps | None] = {}
+        self._pinned: dict[int, tuple[int, int, int, int]] = {}
+        self._states: dict[int, DeviceState] = {}
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._programs.clear()
+        self._pinned.clear()
+        self._states.clear()
+
+    def learn(
+        self, to_host: bool, state: DeviceState, specs: Sequence[KernelGroupSpec], steps: Sequence[BatchStep]
+    ) -> None:
+        """Note what a plan found out that was carried out step by step."""
+        self._states[state.device] = state
+        for at, spec in enumerate(specs):
+            _group(at, spec, to_host, state.device).learn(state, spec.block_ids_base)
+        copy = next((c for step in steps for c in step.staging if c.nbytes), None)
+        if copy is not None:
+            self._pinned[state.device] = pinned_at(copy.dest if to_host else copy.src)
+
+    def run(
+        self,
+        to_host: bool,
+        device: int,
+        alignment: int,
+        specs: Sequence[KernelGroupSpec],
+        steps: Sequence[BatchStep],
+    ) -> bool:
+        """Enqueue a plan; False: it must be looked at, and carried out step by step."""
+        state = self._states.get(device)
+        if state is None or state.lost or state.owner is not driver() or pending(state):
+            return False
+        groups = [_group(at, spec, to_host, device) for at, spec in enumerate(specs)]
+        launches = [group.launch for group in groups]
+        if None in launches:
+            return False
+        begin, end, _, number = self._pinned.get(device, (0, 0, 0, 0))
+        copies: list[int] = []
+        asked: list[int] = []
+        jobs: list[tuple[int, int, int]] = []
+        order: list[tuple[int, tuple[int, ...]]] = []
+        for step in steps:
+            before, chosen = len(copies), list[int]()
+            for c in step.staging:
+                dest, src, nbytes, offset = c.dest, c.src, c.nbytes, c.host_offset
+                host, there = (dest, src) if to_host else (src, dest)
+                if not (nbytes > 0 <= offset and begin <= host <= end - nbytes and FIRST <= there <= TOP - nbytes):
+                    return False
+                if offset % alignment + nbytes <= alignment:
+                    copies += (dest, src, nbytes)
+                else:
+                    for at, size in cuts(nbytes, offset, alignment):
+                        copies += (dest + at, src + at, size)
+            for launch in step.launches:
+                k = launch.group_idx
+                if not 0 <= k < len(groups):
+                    return False
+                first, count = _items(groups[k], specs[k], launch)
+                base, last = specs[k].block_ids_base, launch.block_ids_offset + first + count
+                if count:
+                    if not groups[k].ids[0] <= base <= groups[k].ids[1] - 8 * last:
+                        return False
+                    chosen.append(k)
+                    jobs.append((base + 8 * launch.block_ids_offset, first, count))
+            order.append(((len(copies) - before) // 3, tuple(chosen)))
+        if copies:
+            asked += (copies[0] if to_host else copies[1], number)
+        for group, spec in zip(groups, specs, strict=True):
+            if spec.block_ids_capacity:
+                asked += (spec.block_ids_base, group.ids[2])
+        if not (copies or jobs) or not all(asked) or len(copies) > _LONGEST:
+            return False
+        key = (to_host, len(asked), *order, *map(id, launches))
+        program = self._programs.get(key)
+        if program is None or program.state is not state:
+            if len(self._programs) >= _MOST:
+                self._programs.clear()
+            program = self._programs[key] = BoundSteps(
+                state, [one for one in launches if one is not None], order, not to_host, len(asked) // 2
+            )
+        return program.enqueue(current_stream(device), asked, copies, jobs, teller(device)) is not None
+
+
+_repeats = _Repeats()
+at_reset(_repeats.clear)
 
 
 def execute_object_group_transfer(
@@ -145,6 +264,8 @@ def execute_object_group_transfer(
             else:
                 one()
         return
+    if not phase_timing_enabled and _repeats.run(to_host, where, alignment, kernel_group_specs, batch_steps):
+        return
     with DeviceScope(where):
         stream = current_stream(where)
         capturing = raise_found(where, stream)
@@ -165,6 +286,8 @@ def execute_object_group_transfer(
             operation.abort()
             raise
         operation.commit(None)
+        if not capturing and not phase_timing_enabled:
+            _repeats.learn(to_host, state, kernel_group_specs, batch_steps)
 
 
 def _plan(

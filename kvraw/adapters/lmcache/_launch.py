@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvraw.adapters.found import nobody, teller
-from kvraw.arrays import IndexVector
-from kvraw.engines.device_state import device_state
+from kvraw.adapters.found import nobody, pending, teller
+from kvraw.arrays import U64, IndexVector
+from kvraw.engines.device_state import DeviceState, device_state
+from kvraw.engines.indexed import IndexedLaunch
 from kvraw.engines.operands import Operands, check_host_index, require_index
+from kvraw.errors import BoundsError
 from kvraw.prepared import Copy, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
 
 if TYPE_CHECKING:
     from kvraw.adapters.lmcache._paged import Paged
@@ -20,7 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["Copies"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+_MOST = 64  # kinds of calls whose launches are kept
+
+
+@dataclass(slots=True, eq=False)
 class Copies:
     """A prepared copy for each part of a cache, that go one way.
 
@@ -39,6 +46,94 @@ class Copies:
     each: list[PreparedCopy]
     index: str
     kernel: bool
+    _bound: dict[tuple[int, ...], IndexedLaunch | None] = field(default_factory=dict)
+    _state: DeviceState | None = None
+
+    def repeat(
+        self,
+        stream: int,
+        bases: Sequence[int] | U64,
+        bits: int,
+        ids: tuple[int, int, int],
+        first: int,
+        count: int,
+        *,
+        link: bool = False,
+        memory: tuple[int, int] = (0, 0),
+        refs: object = None,
+    ) -> bool:
+        """Copy by one launch that an earlier call bound; False: it must go the general way, where all is looked at.
+
+        Parameters
+        ----------
+        bases : sequence of int
+            Base addresses of the other side, as the device sees them.
+        bits : int
+            Their alignment: all or-ed together, modulo 16.
+        ids : tuple of int
+            Of the ids on the device: address, bytes of one, and how many there are.
+        memory : tuple of int
+            An address of the other side and the number of the memory there, which must still be the same; 0: it is the
+            caller's to know.
+        """
+        state = self._state
+        if state is None or state.lost or state.owner is not driver():
+            state = self._renew()
+        if state is None or pending(state):
+            return False
+        key = (len(bases), bits, ids[1], link, memory[1] != 0)
+        launch = self._bound.get(key)
+        if launch is None:
+            launch = self._bind(key, state)
+            if launch is None:
+                return False
+        at = ids[0]
+        done = launch.enqueue(
+            stream,
+            *((at, 0) if self.to_host else (0, at)),
+            count,
+            first=first,
+            bases=bases,
+            memory=memory,
+            told=teller(state.device),
+            refs=refs,
+        )
+        return done is not None
+
+    def _renew(self) -> DeviceState | None:
+        """Forget what ended with another driver or context; None where another device's is current."""
+        self._bound.clear()
+        self._state = None
+        if self.paged.device is not None and driver().context_device() == self.paged.device:
+            self._state = device_state(self.paged.device)
+        return self._state
+
+    def _bind(self, key: tuple[int, ...], state: DeviceState) -> IndexedLaunch | None:
+        """The launch of a kind of calls, from its second call on; None where there is none."""
+        again = key in self._bound
+        if len(self._bound) >= _MOST:
+            self._bound.clear()
+        self._bound[key] = None
+        if not again or len(self.each) != 1 or not self.kernel or self.paged.parts[0].at:
+            return None
+        entries, bits, width, link, asks = key
+        ends = (self.paged.reached()[0].seen, entries)
+        if state.owner.context_device() != state.device:
+            return None
+        try:
+            launch = IndexedLaunch(
+                state,
+                self.each[0].kernel,
+                ends if self.to_host else ends[::-1],
+                (width, 0) if self.to_host else (0, width),
+                link=bool(link),
+                bits=bits,
+                asks=bool(asks),
+            )
+        except BoundsError:  # more base addresses than an argument block holds
+            return None
+        self._bound[key] = launch
+        return launch
 
     def run(
         self,

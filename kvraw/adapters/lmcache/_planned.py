@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvraw.adapters.found import Sink
-from kvraw.adapters.lmcache._blocks import host_ids
 from kvraw.adapters.lmcache._copies import check_range, enqueue_split
+from kvraw.adapters.lmcache._ids import host_ids
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.addresses import FIRST, TOP, require_address
 from kvraw.arrays import ASK_DRIVER, U64, IndexVector

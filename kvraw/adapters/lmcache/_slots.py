@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvraw.adapters.found import raise_found
-from kvraw.adapters.lmcache._blocks import ids_of
+from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._memo import remembered
 from kvraw.adapters.lmcache._pageable import StandIns, require_no_capture
 from kvraw.adapters.lmcache._paged import (
@@ -21,14 +21,15 @@ from kvraw.adapters.lmcache._paged import (
     from_tensors,
 )
 from kvraw.adapters.lmcache._place import current_stream, device_index, tensor_device
-from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla
+from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla, way_of
+from kvraw.arrays import U64
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.formats import FORMATS
 from kvraw.plain import odd, require_plain, unusable
 from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.memory import Where, locate
+from kvraw.runtime.memory import Where, locate, pinned_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 _KV_LIST = 9
+_FEW = 8  # base addresses that are written one by one sooner than as a vector
 # Where a slot's number times a token's bytes is its place in a tensor: block sizes do not matter.
 _TOKEN_ROWS = (1, 3, 4, 5, 9, 11, 13, 16, 18)
 
@@ -85,21 +87,50 @@ class _Rows:
             )
         by_plane, by_layer, self._step = (0 if a is None else strides[a] * unit for a in (plane, layer, token))
         self.paged, self.to_host, self.count = paged, to_host, shape[token]
-        steps = np.arange(g.planes)[:, None] * by_plane + np.arange(g.layers) * by_layer
-        self._offsets = steps.ravel().astype(np.uint64)
-        self._span = int(steps[-1, -1]) + (self.count - 1) * self._step + row
+        # A base for each plane and layer: strides between these change with the number of tokens, plans do not.
+        steps = [plane * by_plane + layer * by_layer for plane in range(g.planes) for layer in range(g.layers)]
+        self._steps: U64 = np.array(steps, np.int64).view(np.uint64)
+        self._few = steps if len(steps) <= _FEW else None
+        self._bits = int(np.bitwise_or.reduce(self._steps)) & 15
+        self._span = steps[-1] + (self.count - 1) * self._step + row
         self._copies = paged.copies("slot", to_host, self._flat, self._step)
-        self._last: tuple[int, Reached] | None = None
+        self._pinned = (0, 0, 0, 0)  # where tokens lay in pinned memory, as `pinned_at`
 
     def _flat(self, part: Part) -> Side:
         g = part.layout.geometry
         entries = g.planes * g.layers
         return Side(self._step, table_layer=1, table_plane=g.layers, head=part.head_bytes, entries=entries)
 
+    def _repeat(self, tensor: Any, offset: int, slots: Any, skip: int, device: int, stream: int) -> bool:
+        """Move as an earlier call did, by slots on the device; False: all must be looked at."""
+        there = ids_on(slots, device)
+        if there is None or there[2] < self.count or skip >= self.count:
+            return False
+        place = tensor.data_ptr()
+        if not place or odd(tensor):
+            return False
+        place += offset
+        where, memory, link = tensor.device, (0, 0), False
+        if where.type == "cpu":
+            begin, end, shift, number = self._pinned
+            if not begin <= place <= end - self._span or not number:
+                return False
+            address, memory, link = place + shift, (place, number), True
+        elif where.index != device:
+            return False
+        else:
+            address = place
+        bases = self._steps + np.uint64(address) if self._few is None else [address + step for step in self._few]
+        count, bits, refs = self.count - skip, (address | self._bits) & 15, (slots, tensor)
+        return self._copies.repeat(stream, bases, bits, there, skip, count, link=link, memory=memory, refs=refs)
+
     def move(self, tensor: Any, offset: int, slots: Any, skip: int = 0) -> None:
         """Move a token per slot, on the caller's stream; a negative slot moves nothing."""
-        device = self.paged.device
-        stream = None if device is None else current_stream(device)
+        device, stream = self.paged.device, None
+        if device is not None:
+            stream = current_stream(device)
+            if self._repeat(tensor, offset, slots, skip, device, stream):
+                return
         captured = device is not None and stream is not None and raise_found(device, stream)
         ids = ids_of("slot_mapping", slots, device, keep=tensor)
         if ids.count < self.count:
@@ -123,6 +154,7 @@ class _Rows:
         with DeviceScope(device):
             where = locate(address, self._span)
             if where.device_address:
+                self._pinned = pinned_at(address)
                 self._copies.run(self._reached(address, where), ids, skip, count, stream, captured)
                 return
             require_no_capture(captured)
@@ -138,16 +170,8 @@ class _Rows:
                 stand_ins.copy_back()
 
     def _reached(self, address: int, where: Where) -> Reached:
-        last = self._last
-        if last is not None and last[0] == address and where.device is not None:
-            return last[1]
-        host = self._offsets + np.uint64(address)
-        shift = where.device_address - address
-        seen = host + np.uint64(shift % 2**64) if shift else host
-        found = Reached(host, seen, where.device is None, where.edges)
-        if where.device is not None:
-            self._last = address, found
-        return found
+        host, seen = self._steps + np.uint64(address), self._steps + np.uint64(where.device_address)
+        return Reached(host, seen, where.device is None, where.edges)
 
 
 def _rows(
@@ -240,7 +264,7 @@ def multi_layer_kv_transfer(
     12 it is one half of a head, K or V, or both where twice as much is no divisor of `hidden`: an even number of heads
     of both halves cannot be told from twice as many of one, and is read as these.
     """
-    to_host, number = direction_of(direction), format_of(engine_kv_format)
+    to_host, number = way_of(direction, engine_kv_format)
     if not isinstance(key_value_ptrs, (list, tuple)) and not hasattr(key_value_ptrs, "data_ptr"):
         raise TypeError(f"Expected torch.Tensor or list, but got {type(key_value_ptrs).__name__}")
     if not hasattr(key_value, "data_ptr"):
@@ -299,7 +323,7 @@ def single_layer_kv_transfer(
 
     Where the format has one plane it is [tokens, hidden].
     """
-    to_host, number = direction_of(direction), format_of(engine_kv_format)
+    to_host, number = way_of(direction, engine_kv_format)
     lmc, tensor = lmc_key_value_cache, vllm_key_value_cache
     shape = lmc.shape
     planes, hidden = int(shape[1 if token_major else 0]) if len(shape) == 3 else 1, shape[-1]
@@ -314,6 +338,18 @@ def single_layer_kv_transfer(
 
 
 def _one_layer(lmc: Any, paged: Paged, to_host: bool, token_major: bool) -> _Rows:
+    """The rows of tokens of one layer."""
+    try:
+        key = (to_host, token_major, lmc.shape, lmc.stride(), lmc.dtype)
+        found: _Rows | None = paged.plans.get(key)
+    except (RuntimeError, NotImplementedError):  # one without memory
+        return _find_layer(lmc, paged, to_host, token_major)
+    if found is None:
+        found = paged.ready(key, lambda: _find_layer(lmc, paged, to_host, token_major))
+    return found
+
+
+def _find_layer(lmc: Any, paged: Paged, to_host: bool, token_major: bool) -> _Rows:
     if paged.geometry.layers != 1:
         raise ArgumentError(f"the paged tensor holds {paged.geometry.layers} layers, must hold 1")
     plane, token, planes = None, 0, 1

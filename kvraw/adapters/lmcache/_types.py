@@ -164,6 +164,25 @@ def format_of(engine_kv_format: Any) -> int:
     return value
 
 
+_ways: dict[tuple[Any, ...], tuple[bool, int]] = {}
+
+
+def way_of(direction: Any, engine_kv_format: Any) -> tuple[bool, int]:
+    """`direction_of` and `format_of`, found again by values and types."""
+    key = (type(direction), direction, type(engine_kv_format), engine_kv_format)
+    try:
+        return _ways[key]
+    except TypeError:  # one of them has no hash
+        return direction_of(direction), format_of(engine_kv_format)
+    except KeyError:
+        pass
+    found = direction_of(direction), format_of(engine_kv_format)
+    if len(_ways) < _MOST_WAYS:
+        _ways[key] = found
+    return found
+
+
+_MOST_WAYS = 256
 _CROSS_LAYER, _KV_LIST, _MLA = (0, 8), (4, 9), (3, 5, 14, 17)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvraw.adapters.lmcache._blocks import blocks_of, ids_of
+from kvraw.adapters.lmcache._blocks import blocks_of
+from kvraw.adapters.lmcache._ids import ids_of
 from kvraw.adapters.lmcache._paged import Paged, Part, from_tensors
 from kvraw.adapters.lmcache._place import tensor_device
 from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
