@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvraw.adapters import pointer_tables, tensors
+from kvraw.adapters import tensors
 from kvraw.adapters.found import pending, raise_found, teller
 from kvraw.adapters.sglang_layouts import End, Numbers, PlacedSide, Rows, place_end
 from kvraw.arrays import U64, IndexVector
+from kvraw.engines import pointer_tables
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.engines.indexed import IndexedLaunch
 from kvraw.engines.kernel import KernelPlan

@@ -10,8 +10,9 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import pointer_tables, sglang, vllm
+from kvraw.adapters import sglang, vllm
 from kvraw.adapters.lmcache import _place
+from kvraw.engines import pointer_tables
 from kvraw.engines.device_state import device_state
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver

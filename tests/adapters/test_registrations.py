@@ -12,8 +12,9 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import copies, found, pointer_tables, sglang, sglang_direct, vllm
+from kvraw.adapters import copies, found, sglang, sglang_direct, vllm
 from kvraw.adapters.lmcache import _blocks, _place
+from kvraw.engines import pointer_tables
 from kvraw.engines.device_state import device_state
 from kvraw.engines.places import find_ranges
 from kvraw.runtime.context import DeviceScope

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.adapters import pointer_tables, sglang, tensors
+from kvraw.adapters import sglang, tensors
+from kvraw.engines import pointer_tables
 from tests.helpers.sglang_case import BY_NAME, DST, LAYERS, OPS, SRC, TOKENS, Case, Op
 from tests.helpers.torch_like import Tensor, TorchLike
 

@@ -7,10 +7,10 @@ import pytest
 
 import kvraw
 from kvraw import codec
-from kvraw.adapters import pointer_tables, sglang_direct, vllm
+from kvraw.adapters import sglang_direct, vllm
 from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _planned, _utilities
 from kvraw.codec import arena
-from kvraw.engines import places
+from kvraw.engines import places, pointer_tables
 from kvraw.engines.device_state import device_state
 from kvraw.runtime import memory
 from kvraw.runtime.context import DeviceScope
