@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from kvraw.engines.board import once
 from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.runtime.stream import capturing
+from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.stream import LEGACY
 
-__all__ = ["Sink", "nobody", "pending", "raise_found", "sink_for", "teller"]
+__all__ = ["Sink", "nobody", "pending", "raise_found", "raise_pending", "sink_for", "teller"]
 
 Sink = Callable[[Exception], None]
 
@@ -39,20 +40,28 @@ def pending(state: DeviceState) -> bool:
     return bool(_found[state.device]) or state.board.written()
 
 
-def raise_found(device: int, stream: int) -> bool:
-    """Raise the oldest, and log it, as the driver does with its own asynchronous errors.
+def raise_pending(state: DeviceState, stream: int) -> bool:
+    """Raise the oldest, and log it, as the driver does with its own asynchronous errors. The context is current.
 
     Returns whether a capture is in progress on the stream: then nothing is raised.
     """
-    if capturing(stream, device):
+    if stream not in LEGACY and state.owner.stream_capturing(stream):
         return True
-    device_state(device).board.look()
-    queue = _found[device]
+    if not pending(state):
+        return False
+    state.board.look()
+    queue = _found[state.device]
     if queue:
         try:
             error = queue.popleft()
         except IndexError:  # another thread took it
             return False
-        _log.error("an earlier operation on device %s: %s", device, error)
+        _log.error("an earlier operation on device %s: %s", state.device, error)
         raise error
     return False
+
+
+def raise_found(device: int, stream: int) -> bool:
+    """The same for those in whose thread the device's context may not be current."""
+    with DeviceScope(device):
+        return raise_pending(device_state(device), stream)

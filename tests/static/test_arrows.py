@@ -13,7 +13,7 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "kvraw").rglob("*.py"))
 }
-LONGEST = 400  # lines of a file, docstrings apart
+LONGEST = 420  # lines of a file, docstrings apart
 
 # Rooms that say what they import of kvraw; the longest matching name rules. `kvraw` itself only names things lazily.
 ALLOWED = {

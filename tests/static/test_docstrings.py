@@ -40,6 +40,7 @@ INTERNAL = {
     "PagedCache.without_plans",
     *(f"PreparedCopy.{name}" for name in ("batch", "choose", "enqueue_batch", "enqueue_kernel", "launch", "ready")),
     "TransferPlan.describe",
+    "TransferPlan.enqueue",
 }
 SECTIONS = ("Parameters", "Attributes", "Returns", "Raises", "Notes", "Examples")
 

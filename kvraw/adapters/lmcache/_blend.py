@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvraw.adapters.found import raise_found, sink_for
+from kvraw.adapters.found import raise_pending, sink_for
 from kvraw.adapters.lmcache._blend_groups import Group, address_of, group_of
 from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host
 from kvraw.adapters.lmcache._place import current_stream, device_index
@@ -239,10 +239,9 @@ def execute_cb_retrieve_plan_flat(
                 one()
         return
     with DeviceScope(where):
-        stream = current_stream(where)
-        capturing = raise_found(where, stream)
+        stream, state = current_stream(where), device_state(where)
+        capturing = raise_pending(state, stream)
         steps = _plan(where, group_specs, None if capturing else stream, *tables)
-        state = device_state(where)
         operation = state.books.begin(stream, captured=capturing)
         try:
             _enqueue(state, operation, steps, alignment, capturing)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvraw.adapters.found import raise_found
+from kvraw.adapters.found import raise_pending
 from kvraw.adapters.lmcache._place import current_stream
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, number
 from kvraw.addresses import FIRST, require_address
@@ -112,14 +112,14 @@ def lmcache_memcpy_async(
         copy_on_host(dest, src, nbytes)
         return
     with DeviceScope(device):
-        stream = current_stream(device)
-        capturing = raise_found(device, stream)
+        stream, state = current_stream(device), device_state(device)
+        capturing = raise_pending(state, stream)
         if host_buffer_offset % alignment + nbytes <= alignment:
-            driver().memcpy_async(dest, src, nbytes, stream)
+            state.owner.memcpy_async(dest, src, nbytes, stream)
         else:
             enqueue_split(dest, src, nbytes, host_buffer_offset, alignment, stream)
         if not capturing:
-            device_state(device).note(stream)  # memory that is given back waits for it
+            state.note(stream)  # memory that is given back waits for it
 
 
 def _ends(dest: Any, src: Any, nbytes: int) -> tuple[int, int, int | None, bool]:

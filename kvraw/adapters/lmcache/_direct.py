@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters.found import raise_found
+from kvraw.adapters.found import raise_pending
 from kvraw.adapters.lmcache._blocks import object_side
 from kvraw.adapters.lmcache._copies import check_alignment, check_range
 from kvraw.adapters.lmcache._paged import Counts, Paged, from_pointers
@@ -141,11 +141,12 @@ def execute_direct_copy_transfer(
         return
     with DeviceScope(where):
         stream = current_stream(where)
-        raise_found(where, stream)
+        state = device_state(where)
+        raise_pending(state, stream)
         pageable = locate_all(pointer_vector("host_ptr", [o.host_ptr for o in objects])).pageable
 
         def enqueue(operation: Operation, capturing: bool) -> None:
             for d in work:
                 copy_engine.enqueue(d, operation.stream, capturing=capturing, pageable=pageable)
 
-        in_order(device_state(where), stream, enqueue, pageable=pageable)
+        in_order(state, stream, enqueue, pageable=pageable)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters.found import pending, raise_found, sink_for, teller
+from kvraw.adapters.found import pending, raise_pending, sink_for, teller
 from kvraw.adapters.lmcache._blocks import object_side, reach
 from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host, cuts
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
@@ -267,9 +267,8 @@ def execute_object_group_transfer(
     if not phase_timing_enabled and _repeats.run(to_host, where, alignment, kernel_group_specs, batch_steps):
         return
     with DeviceScope(where):
-        stream = current_stream(where)
-        capturing = raise_found(where, stream)
-        state = device_state(where)
+        stream, state = current_stream(where), device_state(where)
+        capturing = raise_pending(state, stream)
         session = session_id if phase_timing_enabled else None
         work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
         operation = state.books.begin(stream, captured=capturing)
