@@ -46,15 +46,17 @@ Ids = tuple[int, int, Any]
 """Indices on a device: address, bytes of one (0: each token is its own index), and what is kept alive."""
 
 
-def _see(name: str, group: tuple[Any, ...]) -> tuple[object, ...]:
+def _see(src: End, dst: End) -> tuple[object, ...]:
     """What of tensors decides how they are used, as a part of the key of what was made ready.
 
     Address, values, dtype, device, and True where it has no gaps, else how its values lie.
     """
+    group = src[2] + dst[2]  # as many of either
     try:
         return tuple([(t.data_ptr(), t.numel(), t.dtype, t.get_device(), t.is_contiguous() or _gaps(t)) for t in group])
     except (RuntimeError, NotImplementedError) as error:  # one without memory
-        raise unusable(name, next((t for t in group if fault(t)), group[0]), error) from None
+        named = [(name, t) for name, end in (("src", src), ("dst", dst)) for t in end[2]]
+        raise unusable(*next((one for one in named if fault(one[1])), named[0]), error) from None
 
 
 def _gaps(tensor: Any) -> tuple[object, ...]:
@@ -113,6 +115,7 @@ _NONE: U64 = np.zeros(0, np.uint64)
 _INDEX_NAMES = "src_indices", "dst_indices"
 _MOST, _NAME = 2048, "sglang kernels"
 _on_host: dict[tuple[object, ...], _Ready] = {}
+_taken: set[tuple[object, object, tuple[str, ...]]] = set()  # types of both indices that an operation takes
 
 
 def transfer(
@@ -144,9 +147,11 @@ def transfer(
     on_gpu = src_indices.is_cuda
     if not (on_gpu and dst_indices.is_cuda) and any(t.is_cuda for t in (*src[2], *dst[2], src_indices, dst_indices)):
         raise RuntimeError(f"{'Destination' if on_gpu else 'Source'} indices must be a CUDA tensor")
-    for which, t in (("Source", src_indices), ("Destination", dst_indices)):
-        if tensors.dtype_name(t) not in dtypes:
-            raise RuntimeError(f"{which} indices must be of type long")
+    if (src_indices.dtype, dst_indices.dtype, dtypes) not in _taken:
+        for which, t in (("Source", src_indices), ("Destination", dst_indices)):
+            if tensors.dtype_name(t) not in dtypes:
+                raise RuntimeError(f"{which} indices must be of type long")
+        _taken.add((src_indices.dtype, dst_indices.dtype, dtypes))
     if count != dst_indices.numel():
         raise RuntimeError("Source and destination indices must have the same length")
     if numbers[0] % 8:
@@ -166,7 +171,7 @@ def transfer(
 
 
 def _move_on_host(src: End, dst: End, src_indices: Any, dst_indices: Any, numbers: Numbers, count: int) -> None:
-    key = (src[0], src[1], _see("src", src[2]), dst[0], dst[1], _see("dst", dst[2]), numbers)
+    key = (src[:2], dst[:2], _see(src, dst), numbers)
     ready = _on_host.get(key)
     if ready is None:
         ready = _keep(_on_host, key, _make(src, dst, numbers, 1, WARPS, None, 0))
@@ -208,13 +213,10 @@ def launch(
     What kernels of earlier operations on the device found is raised first, unless the caller did (`raising`).
     """
     stream, state = tensors.current_stream(device), device_state(device)
-    # One tuple without unpacking: this is most of what a repeated call does.
-    # fmt: off
-    key = (
-        src[0], src[1], _see("src", src[2]), dst[0], dst[1], _see("dst", dst[2]), numbers, quota, warps, at[1], to[1],
-        pointer_tables.known_bits([t for e in (src, dst) if e[0] == "table" for t in e[2]]),
-    )
-    # fmt: on
+    bits = 0
+    if src[0] == "table" or dst[0] == "table":
+        bits = pointer_tables.known_bits(_tables(src, dst))
+    key = (src[0], src[1], dst[0], dst[1], _see(src, dst), numbers, quota, warps, at[1], to[1], bits)
     ready = state.bound[_NAME].get(key)
     if ready is not None and ready.bound is not None and count and not (raising and pending(state)):
         refs = (src, dst, at, to)
@@ -251,7 +253,7 @@ def _launch_anew(
         return
     ends = _on_device("src", src, ready.src, layers, device), _on_device("dst", dst, ready.dst, layers, device)
     if not lasting:
-        bits = pointer_tables.ask_for_bits([t for e in (src, dst) if e[0] == "table" for t in e[2]], state, stream)
+        bits = pointer_tables.ask_for_bits(_tables(src, dst), state, stream)
         ends = _with_bits(ends[0], bits), _with_bits(ends[1], bits)
     pinned = (*ready.src.pinned, *ready.dst.pinned)
     lasting = lasting and all(number for _, number in pinned)
@@ -272,6 +274,10 @@ def _launch_anew(
     except BaseException:
         operation.abort()
         raise
+
+
+def _tables(src: End, dst: End) -> tuple[Any, ...]:
+    return (src[2] if src[0] == "table" else ()) + (dst[2] if dst[0] == "table" else ())
 
 
 def _with_bits(end: U64 | DeviceTable, bits: int) -> U64 | DeviceTable:
