@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -16,14 +15,15 @@ import numpy as np
 from kvraw.arrays import I64, IndexVector, index_vector
 from kvraw.cache import PagedCache
 from kvraw.checks import Uncopied, integer
+from kvraw.engines.addresses import AddressTable
 from kvraw.engines.device_state import device_state
-from kvraw.engines.operands import Operands, check_distinct, check_host_index
+from kvraw.engines.operands import check_distinct, check_host_index
 from kvraw.errors import BoundsError, ClosedError, LayoutError, TransferTimeoutError
 from kvraw.layerwise import LayerwiseLoad, one_layer
 from kvraw.layout import CacheLayout, Geometry, copy_plan, find_format
 from kvraw.pages import Pages
 from kvraw.plan import Side
-from kvraw.prepared import Copy, PreparedCopy, Reached
+from kvraw.prepared import Copy, PreparedCopy
 from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -33,7 +33,7 @@ from kvraw.runtime.stream import stream_handle
 
 __all__ = ["HostKVPool"]
 
-_Bases = list[tuple[Reached, Reached]]  # of source and destination
+_Bases = list[tuple[AddressTable, AddressTable]]  # of source and destination
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
@@ -45,8 +45,8 @@ def _check_slots(name: str, slots: I64, tokens: int) -> None:
 class _Partner(NamedTuple):
     """What is known of a cache that fits: bases of the pool and of the cache, and copies that were made for them."""
 
-    here: Reached
-    there: Reached
+    here: AddressTable
+    there: AddressTable
     copies: dict[tuple[object, ...], tuple[PreparedCopy, _Bases]]
 
 
@@ -349,29 +349,26 @@ class HostKVPool(Uncopied):
     def _load_layers(
         self, copy: PreparedCopy, bases: _Bases, here: IndexVector, there: IndexVector, cache: PagedCache, stream: int
     ) -> list[Copy]:
-        assert cache.device is not None
+        device = cache.device
+        assert device is not None
         if not here.count:
-            return [Copy(None, "none", cache.device)] * len(bases)
+            return [Copy(None, "none", device)] * len(bases)
         copies: list[Copy] = []
-        with DeviceScope(cache.device):
-            state, own, count = device_state(cache.device), stream, here.count
+        with DeviceScope(device):
+            state, own = device_state(device), stream
             capturing = driver().stream_capturing(stream)
-            # What is checked and chosen for the first layer goes for all.
-            engine = copy.ready(*bases[0], count, src_index=here, dst_index=there).choose(capturing)
+            calls = [copy.call(*pair, here.count, src_index=here, dst_index=there) for pair in bases]
             if not capturing:
                 own = state.side_stream("layers").handle
                 event = state.books.take_event()
                 driver().event_record(event, stream)
                 driver().stream_wait_event(own, event)
                 state.books.give_event(event)
-            by_copies = engine == "copy"
-            by_kernel = partial(copy.launch, link=True, captured=capturing)
-            enqueue: Callable[..., Copy] = partial(copy.batch, pageable=False) if by_copies else by_kernel
             try:
-                for pair in bases:
-                    src, dst = (b.host if by_copies else b.seen for b in pair)
-                    ends = Operands(src, here), Operands(dst, there)
-                    copies.append(enqueue(state, *ends, count, own, refs=(cache, self._chunk, here, there)))
+                for call in calls:
+                    call.capturing = capturing
+                    done = copy.bound.submit(state, own, call, (cache, self._chunk, call))
+                    copies.append(Copy(*done, device))
             finally:
                 if copies and copies[-1].completion is not None:
                     self._pool.borrow(copies[-1].completion)  # those before it are over when it is
@@ -424,8 +421,8 @@ class HostKVPool(Uncopied):
             if cache.device is not None:
                 self._pool.pin(cache.device)
                 shift = self._pool.device_shift
-            here = Reached(self.bases, self.bases + np.uint64(shift % 2**64), cache.device is not None)
-            found = self._partners[cache] = _Partner(here, Reached(cache.bases, cache.bases, False), {})
+            here = AddressTable(self.bases, self.bases + np.uint64(shift % 2**64), cache.device is not None)
+            found = self._partners[cache] = _Partner(here, AddressTable(cache.bases, cache.bases, False), {})
         return found
 
     def _index(

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kvraw.engines.addresses import AddressTable
 from kvraw.plan import Side
-from kvraw.prepared import Copy, Reached
+from kvraw.prepared import Copy
 
 __all__ = ["LayerwiseLoad", "one_layer"]
 
@@ -82,9 +83,9 @@ class LayerwiseLoad:
             copy.wait(None if end is None else max(0.0, end - time.monotonic()))
 
 
-def one_layer(side: Side, bases: Reached, layer: int, planes: int) -> tuple[Side, Reached]:
+def one_layer(side: Side, bases: AddressTable, layer: int, planes: int) -> tuple[Side, AddressTable]:
     """One layer of a side: the side, which is the same for all layers, and that layer's bases."""
     entries = np.arange(planes if side.table_plane else 1) * side.table_plane + layer * side.table_layer
     one = replace(side, layer=0, table_layer=0, table_plane=int(side.table_plane != 0), entries=len(entries))
     shift = np.uint64(layer * side.layer)
-    return one, Reached(bases.host[entries] + shift, bases.seen[entries] + shift, bases.link)
+    return one, AddressTable(bases.host[entries] + shift, bases.seen[entries] + shift, bases.link)

@@ -11,24 +11,27 @@ from kvraw import config
 from kvraw.arrays import IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
 from kvraw.checks import integer
-from kvraw.engines import copy_engine, cpu, reference
-from kvraw.engines.aside import in_order
+from kvraw.engines import cpu, reference
+from kvraw.engines.addresses import AddressTable
+from kvraw.engines.bound_copy import BoundCopy
+from kvraw.engines.call import Call
 from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.kernel import THREADS, KernelPlan, kernels_barred
+from kvraw.engines.kernel import THREADS, KernelPlan
 from kvraw.engines.operands import DeviceTable, Operands, check_entries, check_host_index, require_index
-from kvraw.engines.planner import DIRECTIONS, best, profile_for
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plan import CopyPlan, Side
-from kvraw.ready import Reached, Ready
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.inflight import Completion, Operation
 from kvraw.runtime.memory import locate_all
 from kvraw.runtime.stream import stream_handle
 
-__all__ = ["Copy", "DeviceTable", "PreparedCopy", "Reached", "Ready"]
+__all__ = ["AddressTable", "Copy", "DeviceTable", "PreparedCopy", "Reached"]
 
-_ENGINES = ("auto", "kernel", "copy", "cpu", "reference")
+Reached = AddressTable
+_NONE = np.zeros(0, np.uint64)
+_GPU_ENGINES = ("kernel", "copy", "staged")
+_HOST_ENGINES = ("cpu", "reference")
 
 
 class Copy:
@@ -92,6 +95,28 @@ class Copy:
                 self._completion.wait_on(stream_handle(stream))
 
 
+class PreparedCall:
+    """One copy with its arguments, to be enqueued as a part of an operation."""
+
+    __slots__ = ("_bound", "_call")
+
+    def __init__(self, bound: BoundCopy, call: Call) -> None:
+        self._bound, self._call = bound, call
+
+    def enqueue(
+        self,
+        state: DeviceState,
+        operation: Operation,
+        capturing: bool,
+        told: Callable[[Exception], None] | None = None,
+    ) -> str:
+        """Enqueue the copy on the operation's stream; returns the engine. The device's context is current."""
+        if not self._call.count:
+            return "none"
+        self._call.capturing, self._call.on_error = capturing, told
+        return self._bound.enqueue(state, operation, self._call).engine
+
+
 class PreparedCopy:
     """A copy plan made ready: call it with base addresses, indices and a count.
 
@@ -102,7 +127,7 @@ class PreparedCopy:
     device : int, optional
         The GPU that carries it out; None: the CPU, over host memory.
     engine : str
-        "auto", "kernel" or "copy" on a GPU; "auto", "cpu" or "reference" on the CPU.
+        "auto", "kernel", "copy" or "staged" on a GPU; "auto", "cpu" or "reference" on the CPU.
     ctas, threads : int, optional
         Most thread blocks of the kernel, and most threads of a block.
     check : bool
@@ -141,23 +166,38 @@ class PreparedCopy:
         names: tuple[str, str] = ("src", "dst"),
         index_names: tuple[str, str] | None = None,
     ) -> None:
-        if engine == "auto":
-            asked = config.ENGINE.get()  # of every plan: what does not apply here leaves the choice
-            engine = asked if asked in (("cpu", "reference") if device is None else ("kernel", "copy")) else "auto"
-        if engine not in _ENGINES or (engine != "auto" and (engine in ("kernel", "copy")) != (device is not None)):
-            raise LayoutError(
-                f"engine is {engine!r} with device {device}; must be one of {', '.join(_ENGINES)} and fit it"
-            )
+        fitting, asked = (_HOST_ENGINES if device is None else _GPU_ENGINES), config.ENGINE.get()
+        wished = engine == "auto" and asked == "staged"  # of every plan: where it cannot be, another carries it out
+        if engine == "auto" and asked in fitting:
+            engine = asked
+        if engine not in ("auto", *fitting):
+            engines = ", ".join(("auto", *_GPU_ENGINES, *_HOST_ENGINES))
+            raise LayoutError(f"engine is {engine!r} with device {device}; must be one of {engines} and fit it")
         if ctas is not None and integer("ctas", ctas) < 0:
             raise BoundsError(f"ctas is {ctas}, must be >= 0")
         self.plan, self.device, self.check, self.names = plan, device, check, names
         self.index_names = index_names or (f"{names[0]}_index", f"{names[1]}_index")
         self._engine = engine
-        self._chosen: dict[int, str] = {}  # by the number of items
-        self._kernels_run = False  # not known yet
-        self._kernel = KernelPlan(plan, ctas=ctas, threads=threads or THREADS, check=check, names=self.index_names)
-        self._described = copy_engine.DescriptorPlan(plan)
-        self._cpu = cpu.CpuPlan(plan) if device is None and engine != "reference" else None
+        self._bound: BoundCopy | None = None
+        self._cpu: cpu.CpuPlan | None = None
+        if device is not None:
+            self._bound = BoundCopy(
+                plan,
+                engine=engine,
+                where_possible=wished,
+                ctas=ctas,
+                threads=threads or THREADS,
+                check=check,
+                index_names=self.index_names,
+            )
+        elif engine != "reference":
+            self._cpu = cpu.CpuPlan(plan)
+
+    @property
+    def bound(self) -> BoundCopy:
+        """The copy bound to the engines of its GPU."""
+        assert self._bound is not None, "the copy is in host memory"
+        return self._bound
 
     def __call__(
         self,
@@ -175,7 +215,7 @@ class PreparedCopy:
 
         Parameters
         ----------
-        src, dst : sequence of int, Reached or DeviceTable
+        src, dst : sequence of int, AddressTable or DeviceTable
             Base addresses of each side, as the host knows them. What they reach is the caller's to keep, and to bound.
         count, first : int
             Items.
@@ -206,39 +246,43 @@ class PreparedCopy:
             self._take((src, dst), (src_index, dst_index), first, count)
             return Copy(None, "none")
         with DeviceScope(self.device):
-            ready = self.ready(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
-            capturing = driver().stream_capturing(handle)
-            engine, state = ready.choose(capturing), device_state(self.device)
-            refs = (refs, ready, src, dst, src_index, dst_index)
-            ends = ready.operands(engine)
-            if engine == "copy":
-                return self.batch(
-                    state,
-                    ends[0],
-                    ends[1],
-                    count,
-                    handle,
-                    first=first,
-                    pageable=ready.pageable,
-                    edges=ready.edges,
-                    refs=refs,
-                )
-            return self.launch(
-                state, ends[0], ends[1], count, handle, first=first, link=ready.link, captured=capturing, refs=refs
-            )
+            call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
+            call.capturing = driver().stream_capturing(handle)
+            kept = (refs, call, src, dst, src_index, dst_index)
+            completion, engine = self.bound.submit(device_state(self.device), handle, call, kept)
+        return Copy(completion, engine, self.device)
+
+    def call(
+        self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
+    ) -> Call:
+        """The arguments of a call on a GPU, resolved and, but for the range of indices, checked.
+
+        The device's context is current.
+        """
+        (source, target), index = self._take((src, dst), (src_index, dst_index), first, count)
+        source, target = self._on_device([source, target])
+        return Call(source, target, index[0], index[1], first, count)
 
     @property
     def kernel(self) -> KernelPlan:
         """What the kernel engine launches."""
-        return self._kernel
+        return self.bound.kernel
 
     def ready(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
-    ) -> Ready:
+    ) -> PreparedCall:
         """Check the arguments of a call on a GPU, for one operation of several copies. Its context is current."""
+        call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
+        self.bound.check(call)
+        return PreparedCall(self.bound, call)
+
+    def choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
+        """Whether the kernel or the copy engine is to carry out a call whose addresses are not at hand yet."""
+        if not host_ids:
+            return "kernel"
         assert self.device is not None
-        bases, index = self._take((src, dst), (src_index, dst_index), first, count)
-        return Ready(self, self._on_device(bases), index, first, count)
+        table = AddressTable(_NONE, _NONE, link)
+        return self.bound.choose(device_state(self.device), Call(table, table, None, None, 0, count, capturing)).engine
 
     def launch(
         self,
@@ -261,7 +305,7 @@ class PreparedCopy:
         """
         operation = state.books.begin(stream, captured=captured)
         try:
-            self._kernel.enqueue(state, operation, src, dst, first, count, link=link, told=told)
+            self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, told=told)
             completion = operation.commit(refs)
         except BaseException:
             operation.abort()
@@ -281,47 +325,7 @@ class PreparedCopy:
         told: Callable[[Exception], None] | None = None,
     ) -> None:
         """Enqueue the kernel as a part of an operation, with operands that the caller has checked; as `launch`."""
-        self._kernel.enqueue(state, operation, src, dst, first, count, link=link, told=told)
-
-    def batch(
-        self,
-        state: DeviceState,
-        src: Operands,
-        dst: Operands,
-        count: int,
-        stream: int,
-        *,
-        first: int = 0,
-        pageable: bool,
-        edges: Sequence[int] = (),
-        refs: object = None,
-    ) -> Copy:
-        """Enqueue the copy engine's descriptors, with operands that the caller has checked, indices on the host.
-
-        The device's context is current. `pageable` says that pageable memory takes part; no copy spans one of `edges`.
-        """
-
-        def work(operation: Operation, capturing: bool) -> None:
-            self.enqueue_batch(operation, src, dst, first, count, capturing=capturing, pageable=pageable, edges=edges)
-
-        return Copy(in_order(state, stream, work, pageable=pageable, refs=refs), "copy", self.device)
-
-    def enqueue_batch(
-        self,
-        operation: Operation,
-        src: Operands,
-        dst: Operands,
-        first: int,
-        count: int,
-        *,
-        capturing: bool,
-        pageable: bool,
-        edges: Sequence[int] = (),
-    ) -> None:
-        """Enqueue the copy engine's descriptors on the operation's stream, as a part of it."""
-        found = self._described(src, dst, first, count, apart=(src.bases, dst.bases), edges=edges)
-        operation.enqueued.append(operation.stream)
-        copy_engine.enqueue(found, operation.stream, capturing=capturing, pageable=pageable, edges=edges, cut=True)
+        self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, told=told)
 
     def _take(
         self, bases: tuple[Any, Any], index: tuple[Any, Any], first: int, count: int
@@ -331,7 +335,7 @@ class PreparedCopy:
         sides = (self.plan.src, self.plan.dst)
         tables: list[Any] = []
         for name, given, side in zip(self.names, bases, sides, strict=True):
-            table = given if isinstance(given, (Reached, DeviceTable)) else pointer_vector(name, given)
+            table = given if isinstance(given, (AddressTable, DeviceTable)) else pointer_vector(name, given)
             check_entries(name, table.entries if isinstance(table, DeviceTable) else len(table), side, first + count)
             tables.append(table)
         vectors = [
@@ -347,7 +351,9 @@ class PreparedCopy:
             raise BoundsError(f"{name} has {index.count} values, must have at least {first + count}")
         if self.device is not None:
             require_index(name, index, self.device)
-        if index.host is not None and self.check:
+        if index.host is not None and index.host.strides != (8,):
+            index = index._replace(host=np.ascontiguousarray(index.host))
+        if index.host is not None and self.check and self.device is None:
             check_host_index(name, index.host[: first + count], side, first)
         return index
 
@@ -356,7 +362,7 @@ class PreparedCopy:
         for name, index_name, table, ids in zip(self.names, self.index_names, bases, index, strict=True):
             if isinstance(table, DeviceTable):
                 raise PlacementError(f"{name} is a table on a device; the CPU engine takes one on the host")
-            if isinstance(table, Reached):
+            if isinstance(table, AddressTable):
                 table = table.host
             else:
                 require_host(name, table, self.plan.run_bytes)
@@ -369,9 +375,9 @@ class PreparedCopy:
             reference.copy(self.plan, ends[0], ends[1], first, count)
         return Copy(None, "cpu" if self._cpu is not None else "reference")
 
-    def _on_device(self, bases: list[Any]) -> list[Reached | DeviceTable]:
+    def _on_device(self, bases: list[Any]) -> list[AddressTable | DeviceTable]:
         """What is not known yet of these tables, asked of the driver: together, for they often share allocations."""
-        plain = [k for k, b in enumerate(bases) if not isinstance(b, (Reached, DeviceTable))]
+        plain = [k for k, b in enumerate(bases) if not isinstance(b, (AddressTable, DeviceTable))]
         if not plain:
             return bases
         found = locate_all(bases[plain[0]] if len(plain) == 1 else np.concatenate(bases))
@@ -391,30 +397,5 @@ class PreparedCopy:
                     f"host-registered or device memory"
                 )
             link = bool((found.devices[part] < 0).any())
-            out[k] = Reached(table, seen, link, found.edges if link else (), pageable=pageable)
+            out[k] = AddressTable(table, seen, link, found.edges if link else (), pageable=pageable)
         return out
-
-    def choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
-        """The engine of a call on a GPU."""
-        if self._engine == "copy" and not host_ids:
-            raise PlacementError("engine is 'copy', but an index or a table lies on a device")
-        if self._engine != "auto":
-            return self._engine
-        if not self._kernels_run:
-            why = kernels_barred(driver(), self.plan.width())
-            if why and not host_ids:
-                raise PlacementError(f"an index or a table lies on a device, and {why}")
-            if why:
-                return "copy"
-            self._kernels_run = True
-        if not link or not host_ids or capturing:
-            return "kernel"
-        found = self._chosen.get(count)
-        if found is None:
-            assert self.device is not None
-            profile, nbytes, run = profile_for(self.device), count * self.plan.item_bytes, self.plan.run_bytes
-            slow = {e: max(profile.seconds(e, d, run, nbytes) for d in DIRECTIONS) for e in ("kernel", "copy")}
-            if len(self._chosen) > 4096:
-                self._chosen.clear()
-            found = self._chosen[count] = best(slow)
-        return found

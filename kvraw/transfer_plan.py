@@ -11,8 +11,10 @@ from kvraw.cache import PagedCache
 from kvraw.checks import Uncopied, integer
 from kvraw.chunks import ChunkRow
 from kvraw.engines import cpu, reference
+from kvraw.engines.addresses import AddressTable
+from kvraw.engines.bound_copy import BoundCopy
+from kvraw.engines.call import Call
 from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.gpu import GpuCall, GpuPlan
 from kvraw.engines.operands import Operands, check_distinct, check_host_index, require_index
 from kvraw.engines.planner import Choice
 from kvraw.engines.repeat import RepeatedCalls
@@ -186,25 +188,17 @@ class TransferPlan(Uncopied):
         self._per_chunk, self._paged = chunk_tokens // self.step, paged
         self._done = Choice(named, "the cache is in host memory", 0.0)
         self._cpu: cpu.CpuPlan | None = None
-        self._gpu: GpuPlan | None = None
+        self._gpu: BoundCopy | None = None
         self._repeat: RepeatedCalls | None = None
         self._state: DeviceState | None = None
         if cache.device is not None:
             names = (self._ids_name, "chunks") if store else ("chunks", self._ids_name)
-            self._gpu = GpuPlan(
-                self.plan,
-                store,
-                cache.bases,
-                self.chunk_bytes,
-                self._per_chunk,
-                engine=named,
-                ctas=ctas,
-                check=check,
-                distinct=distinct,
-                names=names,
+            self._gpu = BoundCopy(
+                self.plan, engine=named, ctas=ctas, check=check, distinct=distinct and not store, index_names=names
             )
+            self._table = AddressTable(cache.bases, cache.bases, False)
             self._repeat = RepeatedCalls(
-                self._gpu, cache.device, self.chunk_bytes, self._per_chunk, store and self._distinct
+                self._gpu, cache.device, self._table, self.chunk_bytes, store, store and self._distinct
             )
         elif named == "cpu":
             self._cpu = cpu.CpuPlan(self.plan)
@@ -328,7 +322,7 @@ class TransferPlan(Uncopied):
 
     def _enqueue(
         self,
-        gpu: GpuPlan,
+        gpu: BoundCopy,
         row: ChunkRow,
         index: IndexVector,
         skip: int,
@@ -354,8 +348,8 @@ class TransferPlan(Uncopied):
                     row.borrow(operation)
                 if own != stream:
                     operation.follow(stream)
-                edges = tuple(row.edges)
-                call = GpuCall(index, addresses, row.addresses, skip, count, link, capturing, edges, row.bits, on_error)
+                chunks = AddressTable(row.addresses, addresses, link, tuple(row.edges), bits=row.bits)
+                call = Call.of_chunks(self._table, chunks, self._store, index, skip, count, capturing, on_error)
                 choice = gpu.enqueue(state, operation, call)
                 if operation.recorded and self._repeat is not None and (pool := row.one_pool) is not None:
                     self._repeat.learn(state, pool, call)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvraw import config
 from kvraw.runtime import fork
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import DeviceBuffer
 from kvraw.runtime.stream import Stream
 
-__all__ = ["StagingArena", "StagingRing"]
+__all__ = ["StagingArena", "StagingRing", "StagingSlot"]
 
 
-class _Slot:
+class StagingSlot:
     """Device memory, the event after which it may be written, and the event after which it may be read."""
 
     __slots__ = ("address", "buffer", "free", "full", "used")
@@ -68,10 +70,10 @@ class StagingRing:
         self.lock = fork.lock()
         self.nbytes = nbytes
         self.copies, self.packs = Stream(device), Stream(device)
-        self._slots: list[_Slot] = []
+        self._slots: list[StagingSlot] = []
         try:
             while len(self._slots) < depth:
-                self._slots.append(_Slot(nbytes, device))
+                self._slots.append(StagingSlot(nbytes, device))
         except BaseException:
             for slot in self._slots:
                 slot.discard()
@@ -84,12 +86,50 @@ class StagingRing:
         """Slots."""
         return len(self._slots)
 
-    def next(self) -> _Slot:
+    def next(self) -> StagingSlot:
         """The slot whose turn it is."""
         self.turn = (self.turn + 1) % len(self._slots)
         return self._slots[self.turn]
 
-    def coming(self, count: int) -> list[_Slot]:
+    def enqueue(
+        self,
+        stream: int,
+        store: bool,
+        steps: int,
+        pack: Callable[[int, StagingSlot, int], None],
+        move: Callable[[int, StagingSlot], None],
+    ) -> None:
+        """Enqueue steps that go through a slot each, whose lock the caller holds.
+
+        Parameters
+        ----------
+        stream : int
+            The caller's; it waits for all of a store. `pack` of a load runs on it.
+        pack : callable
+            Given the step, the slot and the stream: enqueues the kernel that fills the slot (store) or empties it.
+        move : callable
+            Given the step and the slot: enqueues the copies between the slot and the host, on `copies`.
+        """
+        copies, packs = self.copies.handle, self.packs.handle
+        writer, reader = (packs, copies) if store else (copies, stream)
+        slot = None
+        for step in range(steps):
+            slot = self.next()
+            slot.acquire(writer)
+            if store:
+                pack(step, slot, packs)
+            else:
+                move(step, slot)
+            slot.hand_over(writer, reader)
+            if store:
+                move(step, slot)
+            else:
+                pack(step, slot, stream)
+            slot.release(reader)
+        if store and slot is not None:
+            driver().stream_wait_event(stream, slot.free)
+
+    def coming(self, count: int) -> list[StagingSlot]:
         """The slots whose turn it is next, as often as it comes; a program of that many steps uses them."""
         return [self._slots[(self.turn + 1 + k) % len(self._slots)] for k in range(count)]
 

@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from kvraw.arrays import IndexVector
+from kvraw.engines.addresses import AddressTable
+from kvraw.engines.bound_copy import BoundCopy
+from kvraw.engines.call import Call
 from kvraw.engines.device_state import device_state
-from kvraw.engines.gpu import GpuCall, GpuPlan
 from kvraw.engines.planner import DIRECTIONS, ENGINES, Curve, Profile, profile_for, profile_path
 from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
@@ -62,7 +64,6 @@ class _Transfer:
             0, row, page=per_chunk, layer=per_chunk * row, token=run * heads, head=run, table_outer=1, entries=0
         )
         self._sides, self._counts = (paged, flat), (layers, 1, tokens, heads, run)
-        self._per_chunk = per_chunk
         self.nbytes = count * item
         memory = stack.enter_context(DeviceBuffer(self.nbytes, device))
         pool = stack.enter_context(HostPool(chunks * (self.chunk_bytes + HostPool.ALIGNMENT), device=device))
@@ -73,30 +74,27 @@ class _Transfer:
             view[at : at + len(part)] = part[: len(view) - at]
         places = np.array([c.address for c in pool.chunks(chunks, self.chunk_bytes)], np.uint64)
         ids = np.random.default_rng(1).permutation(count).astype(np.int64)
-        self._bases = np.array([memory.address], np.uint64)
+        bases = np.array([memory.address], np.uint64)
+        self._cache = AddressTable(bases, bases, False)
         seen = places + np.uint64(pool.device_shift % 2**64)
-        self._call = GpuCall(IndexVector(ids, 0, count), seen, places, 0, count, True, False)
+        self._chunks, self._index, self._count = AddressTable(places, seen, True), IndexVector(ids, 0, count), count
         self._refs = (memory, pool)
 
     def work(self, engine: str, direction: str) -> Callable[[], Completion]:
         """What enqueues the transfer once."""
         store = direction == "store"
         sides = self._sides if store else self._sides[::-1]
-        plan = GpuPlan(
-            CopyPlan(*sides, *self._counts),
-            store,
-            self._bases,
-            self.chunk_bytes,
-            self._per_chunk,
-            engine=engine,
-            check=False,
-        )
+        plan = BoundCopy(CopyPlan(*sides, *self._counts), engine=engine, check=False)
+        if store:
+            call = Call(self._cache, self._chunks, self._index, None, 0, self._count)
+        else:
+            call = Call(self._chunks, self._cache, None, self._index, 0, self._count)
         state = device_state(self.device)
 
         def enqueue() -> Completion:
             operation = state.books.begin(self.stream.handle)
             try:
-                plan.enqueue(state, operation, self._call)
+                plan.enqueue(state, operation, call)
             except BaseException:
                 operation.abort()
                 raise

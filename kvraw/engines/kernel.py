@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -98,8 +98,9 @@ class BoundLaunch:
     ----------
     kernel, ctas, threads, params : int
         What the driver takes.
-    index_address : int
-        Where the ids are to be written, as 64-bit words; their address, where they lie on the device.
+    index_addresses : list of int
+        Where the ids of source and destination are to be written, as 64-bit words, or their address, where they lie on
+        the device; 0: there are none.
     status_address : int
         Where the address of the status words is to be written.
     table_addresses : list of int
@@ -111,16 +112,22 @@ class BoundLaunch:
     """
 
     __slots__ = (
-        *("_block", "count", "ctas", "index_address", "kernel", "params", "status_address", "table_addresses"),
+        *("_block", "count", "ctas", "index_addresses", "kernel", "params", "status_address", "table_addresses"),
         *("table_offset", "threads"),
     )
 
     def __init__(
-        self, block: ArgumentBlock, kernel: int, grid: tuple[int, int], index: int, tables: list[int], count: int
+        self,
+        block: ArgumentBlock,
+        kernel: int,
+        grid: tuple[int, int],
+        indices: list[int],
+        tables: list[int],
+        count: int,
     ) -> None:
         self._block, self.kernel, self.params, self.count = block, kernel, block.address, count
         self.ctas, self.threads = grid
-        self.index_address, self.table_addresses = index, tables
+        self.index_addresses, self.table_addresses = indices, tables
         self.table_offset = 0
         self.status_address = int(block.record.ctypes.data) + 8 * ka.STATUS
 
@@ -243,7 +250,7 @@ class KernelPlan:
         self,
         state: DeviceState,
         tables: tuple[U64 | int, U64 | int],
-        indexed: int,
+        indexed: Sequence[int],
         first: int,
         count: int,
         bits: int,
@@ -260,8 +267,8 @@ class KernelPlan:
         ----------
         tables : tuple
             Base addresses of source and destination, or how many will be written at each call.
-        indexed : int
-            The side that ids belong to, 0 or 1; the other has none.
+        indexed : sequence of int
+            The sides, 0 and 1, that have ids; others have none.
         bits : int
             The alignment of all base addresses, or-ed together.
         link : bool
@@ -269,11 +276,11 @@ class KernelPlan:
         width : int
             Bytes of an id on the device; 0: ids are the host's.
         skipped : int
-            Leading entries that the other side's table is short of: those of items before `first`.
+            Leading entries that the tables of sides without ids are short of: those of items before `first`.
         """
         plan = self.plan
         lengths = [table if isinstance(table, int) else len(table) for table in tables]
-        if sum(lengths) + count * (width == 0) > ka.WORDS:
+        if sum(lengths) + count * len(indexed) * (width == 0) > ka.WORDS:
             return None
         indexed_by = ka.INDEX_INLINE
         if width:
@@ -286,19 +293,22 @@ class KernelPlan:
         start, at = int(block.record.ctypes.data), 0
         places = []
         for k, (table, side) in enumerate(zip(tables, (plan.src_flat, plan.dst_flat), strict=True)):
-            flags[ka.FLAGS[k]] = ka.TABLE_INLINE | ka.SKIP_NEGATIVE * side.skip_negative | indexed_by * (k == indexed)
-            words[ka.TABLE[k]] = np.uint64((at - skipped * (k != indexed)) % 2**64)
+            flags[ka.FLAGS[k]] = ka.TABLE_INLINE | ka.SKIP_NEGATIVE * side.skip_negative | indexed_by * (k in indexed)
+            words[ka.TABLE[k]] = np.uint64((at - skipped * (k not in indexed)) % 2**64)
             place = ka.WORDS_AT + at
             places.append(start + 8 * place)
             if not isinstance(table, int):
                 words[place : place + len(table)] = table
             at += lengths[k]
-        words[ka.INDEX[indexed]] = np.uint64((at - first) % 2**64)
+        indices = [0, 0]
+        for k in indexed:
+            words[ka.INDEX[k]] = np.uint64((at - first) % 2**64)
+            indices[k] = start + 8 * (ka.INDEX[k] if width else ka.WORDS_AT + at)
+            at += count
         words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, 0
         grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
         kernel = copy_kernel(vector).handle_for(state.owner)
-        ids = ka.INDEX[indexed] if width else ka.WORDS_AT + at
-        return BoundLaunch(block, kernel, grid, start + 8 * ids, places, count)
+        return BoundLaunch(block, kernel, grid, indices, places, count)
 
     def _set_width(self, width: int) -> None:
         """Take the kernel for accesses of `width` bytes."""

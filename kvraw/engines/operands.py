@@ -38,6 +38,22 @@ class DeviceTable(NamedTuple):
     bits: int = 8
     owner: object = None
 
+    # As of an `AddressTable`: what it holds is device memory, as far as anybody knows.
+    @property
+    def link(self) -> bool:
+        """Host memory is among what it reaches."""
+        return False
+
+    @property
+    def pageable(self) -> bool:
+        """Pageable memory is."""
+        return False
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """What no copy may span."""
+        return ()
+
 
 class Operands(NamedTuple):
     """Base addresses and index of one side, for one call.

@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvraw.arrays import I64, U64, IndexVector
+from kvraw.engines.addresses import AddressTable
 from kvraw.engines.bound import BoundCall
+from kvraw.engines.bound_copy import BoundCopy, BoundRows
+from kvraw.engines.call import Call
+from kvraw.engines.chooser import joined_items
 from kvraw.engines.device_state import DeviceState
-from kvraw.engines.gpu import GpuCall, GpuPlan
 from kvraw.engines.planner import Choice
 from kvraw.runtime.context import DeviceScope, met
 from kvraw.runtime.driver import driver
@@ -39,9 +42,8 @@ class _Kind(NamedTuple):
     state: DeviceState
     pool: weakref.ref[HostPool]
     shift: int
-    bits: int  # the alignment of its chunks as the device sees them
     choice: Choice
-    kernel: BoundCall | None  # None: staged
+    bound: BoundCall | BoundRows  # by the kernel, or staged
 
 
 class RepeatedCalls:
@@ -49,19 +51,25 @@ class RepeatedCalls:
 
     Parameters
     ----------
-    gpu : GpuPlan
+    gpu : BoundCopy
         The plan.
     device : int
         Its device.
-    nbytes, per_chunk : int
-        Bytes and items of a chunk.
+    cache : AddressTable
+        The cache's.
+    nbytes : int
+        Bytes of a chunk.
+    store : bool
+        The chunks are the destination.
     distinct : bool
         No chunk may stand twice.
     """
 
-    def __init__(self, gpu: GpuPlan, device: int, nbytes: int, per_chunk: int, distinct: bool) -> None:
-        self._gpu, self._device, self._nbytes, self._per_chunk = gpu, device, nbytes, per_chunk
-        self._distinct = distinct
+    def __init__(
+        self, gpu: BoundCopy, device: int, cache: AddressTable, nbytes: int, store: bool, distinct: bool
+    ) -> None:
+        self._gpu, self._device, self._cache, self._nbytes = gpu, device, cache, nbytes
+        self._store, self._distinct = store, distinct
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
         self._joins: set[tuple[int, int]] = set()  # ids and chunks of calls whose engine depends on joined ids
 
@@ -83,30 +91,36 @@ class RepeatedCalls:
         operation = state.books.begin(stream)
         try:
             host, seen = addresses
-            call = GpuCall(index, seen, host, skip, index.count - skip, True, False, on_error=on_error)
+            chunks, count = AddressTable(host, seen, True), index.count - skip
+            call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
             self._gpu.enqueue(state, operation, call)
             return operation.commit((index.owner, refs))
         except BaseException:
             operation.abort()
             raise
 
-    def learn(self, state: DeviceState, pool: HostPool, call: GpuCall) -> None:
+    def learn(self, state: DeviceState, pool: HostPool, call: Call) -> None:
         """Keep what a call that was enqueued by its bound program found out, for those of its kind."""
-        if call.first or call.index.host is None:
+        index, chunks = (call.src_index, call.dst) if call.dst_index is None else (call.dst_index, call.src)
+        if call.first or index is None or index.host is None or not isinstance(chunks, AddressTable):
             return
-        choice, joined, size = self._gpu.settled_choice(call), 0, (call.count, len(call.chunks))
+        choice, joined, size = self._gpu.chooser.settled_choice(call), 0, (call.count, len(chunks))
         if choice is None:
-            joined = self._gpu.joined_items(call.index.host)
-            choice = self._gpu.settled_choice(call, joined)
+            joined = joined_items(call.count, index.host)
+            choice = self._gpu.chooser.settled_choice(call, joined)
             if choice is None:
                 return
             self._joins.add(size)
-        kernel = self._gpu.bound_kernel(state, call) if choice.engine == "kernel" else None
+        call = _without_owners(call)
+        kernel = choice.engine == "kernel"
+        bound = self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
+        if bound is None:
+            return
         if len(self._kinds) >= _MOST:
             self._kinds.clear()
             self._joins.clear()
         key = (*size, joined)
-        self._kinds[key] = _Kind(state, weakref.ref(pool), pool.device_shift, call.bits, choice, kernel)
+        self._kinds[key] = _Kind(state, weakref.ref(pool), pool.device_shift, choice, bound)
 
     def __call__(self, chunks: Sequence[Any], ids: Any, stream: Any, cache: object) -> tuple[Completion, Choice] | None:
         """Enqueue a call and keep what it uses; None where it must go the general way.
@@ -126,7 +140,7 @@ class RepeatedCalls:
             return None
         kind, count = kinds[0], len(kinds)
         size = len(ids), count
-        known = self._kinds.get((*size, self._gpu.joined_items(ids) if size in self._joins else 0))
+        known = self._kinds.get((*size, joined_items(len(ids), ids) if size in self._joins else 0))
         if (
             known is None
             or known.pool() is not pool
@@ -150,8 +164,8 @@ class RepeatedCalls:
         try:
             operation.uses = addresses
             if pool.use_chunks(operation, version) == known.shift:
-                if known.kernel is not None and not known.shift:
-                    done = self._gpu.run_kernel(operation, known.kernel, ids, addresses, addresses)
+                if type(known.bound) is BoundCall and not known.shift:
+                    done = self._gpu.run_kernel(operation, known.bound, ids, addresses, addresses)
                 else:
                     done = self._run(known, operation, ids, addresses)
                 if not done:  # the device's context may not be current; or a capture is in progress
@@ -168,6 +182,13 @@ class RepeatedCalls:
 
     def _run(self, known: _Kind, operation: Operation, ids: I64, addresses: U64) -> bool:
         seen = addresses + np.uint64(known.shift % 2**64) if known.shift else addresses
-        if known.kernel is not None:
-            return self._gpu.run_kernel(operation, known.kernel, ids, seen, addresses)
-        return self._gpu.run_staged(known.state, operation, ids, seen, addresses, known.bits)
+        bound = known.bound
+        if isinstance(bound, BoundCall):
+            return self._gpu.run_kernel(operation, bound, ids, seen, addresses)
+        return self._gpu.run_rows(known.state, operation, bound, ids, seen, addresses)
+
+
+def _without_owners(call: Call) -> Call:
+    """A call of the same kind that keeps nothing alive."""
+    src, dst = (None if i is None else IndexVector(None, 0, i.count) for i in call.indices)
+    return Call(call.src, call.dst, src, dst, call.first, call.count)

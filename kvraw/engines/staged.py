@@ -14,8 +14,9 @@ import numpy as np
 
 from kvraw.arrays import U64, IndexVector
 from kvraw.engines import copy_engine
-from kvraw.engines.arena import StagingRing
+from kvraw.engines.arena import StagingRing, StagingSlot
 from kvraw.engines.bound import BoundCall, IdCheck, StagedStep, bind_staged
+from kvraw.engines.call import Call
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.kernel import KernelPlan
 from kvraw.engines.operands import Operands
@@ -118,6 +119,9 @@ class StagedPlan:
         """Bytes from one to the next along each axis of a chunk, outermost first."""
         chunk = self._chunk_side(self._plan)
         step = {"plane": chunk.plane, "layer": chunk.layer, "item": chunk.inner}
+        # What lies inside a token or a head that steps further cannot be cut: it would not be contiguous.
+        around = ((chunk.token, self._plan.tokens), (chunk.head, self._plan.heads))
+        self._least = max((stride for stride, count in around if count > 1), default=0)
         return dict(sorted(step.items(), key=lambda x: -x[1]))
 
     def _slice(self, box: _Box) -> _Slice:
@@ -138,8 +142,9 @@ class StagedPlan:
         return _Slice(kernel, offset, nbytes, bases, bits, -first * chunk.inner, first, count, box)
 
     def _outermost(self, piece: _Slice) -> str | None:
-        """The outermost axis along which a slice is longer than one."""
-        return next((a for a in self._step if piece.box[a][1] > 1), None)
+        """The outermost axis along which a slice is longer than one; None where there is none that it can be cut at."""
+        axis = next((a for a in self._step if piece.box[a][1] > 1), None)
+        return None if axis is None or self._step[axis] < self._least else axis
 
     def _cut(self, piece: _Slice, slot_bytes: int) -> Iterator[_Slice]:
         """Cut a slice along its outermost axes into contiguous ones of at most a slot."""
@@ -237,7 +242,7 @@ class StagedPlan:
         `told` receives what kernels find. The device's context is current.
         """
         stream, copies, packs = operation.stream, ring.copies.handle, ring.packs.handle
-        writer, reader = (packs, copies) if self._store else (copies, stream)
+        writer = packs if self._store else copies
         d, books = state.owner, state.books
         with ring.lock:
             operation.enqueued += [stream, copies, packs]
@@ -250,44 +255,39 @@ class StagedPlan:
                 straight = seen[lead.chunk : lead.chunk + lead.chunks]
                 row = Operands(straight + np.uint64((lead.piece.offset + lead.piece.base) % 2**64))
                 self._kernel(state, operation, lead, row, index, stream, link=True, told=told)
-            slot = None
             places = addresses.tolist()
             plain = not spans(min(places), max(places) + self._chunk_bytes, edges)
-            for step in steps:
-                piece, chunk, many = step
-                slot = ring.next()
-                slot.acquire(writer)
+
+            def pack(at: int, slot: StagingSlot, on: int) -> None:
+                step = steps[at]
                 if self._store and index.host is None and self._check:
-                    d.memset_async(slot.address, 0, many * self._chunk_bytes if many > 1 else piece.nbytes, packs)
-                for pack in (True, False) if self._store else (False, True):
-                    if pack:
-                        row = self._row(slot.address, many, piece.base)
-                        on = packs if self._store else stream
-                        self._kernel(state, operation, step, row, index, on, link=False, told=told)
-                    else:
-                        self._move(piece, slot.address, places[chunk : chunk + many], None if plain else edges, copies)
-                    if pack is self._store:
-                        slot.hand_over(writer, reader)
-                slot.release(reader)
-            if self._store and slot is not None:
-                d.stream_wait_event(stream, slot.free)
+                    nbytes = step.chunks * self._chunk_bytes if step.chunks > 1 else step.piece.nbytes
+                    d.memset_async(slot.address, 0, nbytes, on)
+                row = self._row(slot.address, step.chunks, step.piece.base)
+                self._kernel(state, operation, step, row, index, on, link=False, told=told)
+
+            def move(at: int, slot: StagingSlot) -> None:
+                piece, chunk, many = steps[at]
+                self._move(piece, slot.address, places[chunk : chunk + many], None if plain else edges, copies)
+
+            ring.enqueue(stream, self._store, len(steps), pack, move)
 
     def bind(
         self,
         state: DeviceState,
         ring: StagingRing,
-        check: IdCheck,
-        chunks: int,
+        checks: tuple[IdCheck, IdCheck],
+        call: Call,
         bits: int,
         joined: tuple[bool, ...],
         width: int = 0,
     ) -> BoundCall | None:
-        """The call for `chunks` whole chunks from the ring's next slot on.
+        """The program of calls like this one, of whole chunks, from the ring's next slot on.
 
         None where it must be enqueued step by step. The device's context is current, and the ring's lock held. `bits`
         is the alignment of the chunks' addresses as the device sees them, `joined` and `width` as for `bind_staged`.
         """
-        lead, steps = self._steps(0, chunks)
+        lead, steps = self._steps(0, len(joined))
         slots = ring.coming(len(steps))
         if not steps or not all(slot.used for slot in slots):
             return None
@@ -298,10 +298,9 @@ class StagedPlan:
         if None in made or (lead is not None and first is None):
             return None
         ready = [step for step in made if step is not None]
-        count = chunks * self._per_chunk
         cleared = width > 0 and self._check and self._store
         ends = self._store, self._chunk_bytes, joined
-        return bind_staged(state, ring, ready, first, check, count, *ends, width, cleared)
+        return bind_staged(state, ring, ready, first, checks, call, *ends, width, cleared)
 
     def _bound_step(
         self, state: DeviceState, step: _Step, slot: int | None, bits: int, width: int
@@ -323,7 +322,7 @@ class StagedPlan:
         launch = piece.kernel.bind(
             state,
             tables,
-            0 if self._store else 1,
+            (0 if self._store else 1,),
             begin + first,
             count,
             bits | piece.bits,

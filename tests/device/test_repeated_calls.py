@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines import gpu
+from kvraw.engines import chooser
 from kvraw.engines.planner import Profile
 from kvraw.engines.repeat import RepeatedCalls
 from kvraw.runtime.context import DeviceScope
@@ -203,7 +203,7 @@ def test_auto_asks_how_many_ids_follow_each_other(fake: FakeDriver, monkeypatch:
         for way in ("store", "load")
     }
     profile = Profile("a test", curves, {"kernel": 1.0, "copy": 1.0, "staged": 1.0})
-    monkeypatch.setattr(gpu, "profile_for", lambda _: profile)
+    monkeypatch.setattr(chooser, "profile_for", lambda _: profile)
     world = World(0)
     apart, joined = np.arange(0, 16, 2, dtype=np.int64), np.arange(8, dtype=np.int64)
     engines = []

@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvraw.arrays import IndexVector
+from kvraw.engines.addresses import AddressTable
+from kvraw.engines.bound_copy import BoundCopy
+from kvraw.engines.call import Call as BoundCall
 from kvraw.engines.device_state import device_state
-from kvraw.engines.gpu import GpuCall, GpuPlan
 from kvraw.engines.planner import (
     BUILT_IN,
     DIRECTIONS,
@@ -180,16 +182,17 @@ class Call:
 
     def __init__(self, run: int, runs: int, blocks: int, direction: str = "store", **options: Any) -> None:
         item = run * runs
-        paged = Side(item, head=run, limit=1 << 20, skip_negative=options.pop("skip_negative", False))
-        # A gap that only the chunk has keeps the runs of a block apart.
+        # A gap that only the cache has keeps the runs of a block apart.
         gap = 16 if runs > 1 else 0
-        flat = Side(0, item + gap * runs, page=self.PER_CHUNK, head=run + gap, table_outer=1, entries=0)
+        skip_negative = options.pop("skip_negative", False)
+        paged = Side(item + gap * runs, head=run + gap, limit=1 << 20, skip_negative=skip_negative)
+        flat = Side(0, item, page=self.PER_CHUNK, head=run, table_outer=1, entries=0)
         store = direction == "store"
         sides = (paged, flat) if store else (flat, paged)
         plan = CopyPlan(*sides, 1, 1, 1, runs, run)
         assert runs == 1 or plan.run_bytes == run
         bases = np.array([1 << 40], np.uint64)
-        self.plan = GpuPlan(plan, store, bases, self.PER_CHUNK * (item + gap * runs), self.PER_CHUNK, **options)
+        self.plan, self.store, self.cache = BoundCopy(plan, **options), store, AddressTable(bases, bases, False)
         self.ids = np.random.default_rng(0).permutation(blocks * 3)[:blocks].astype(np.int64)
         self.places = np.arange(1, 2 + blocks // self.PER_CHUNK).astype(np.uint64) << np.uint64(32)
 
@@ -204,14 +207,16 @@ class Call:
     ) -> Choice:
         count = len(self.ids) if end is None else end
         index = IndexVector(None, 1 << 41, count, 8, 0) if on_device else IndexVector(self.ids, 0, count)
-        call = GpuCall(index, self.places, self.places, first, count - first, link, capturing)
+        chunks = AddressTable(self.places, self.places, link)
+        sides = (self.cache, chunks, index, None) if self.store else (chunks, self.cache, None, index)
+        call = BoundCall(*sides, first, count - first, capturing)
         with DeviceScope(0):
             return self.plan.choose(device_state(0), call)
 
 
 @pytest.fixture(autouse=True)
 def built_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvraw.engines.gpu.profile_for", lambda device: BUILT_IN)
+    monkeypatch.setattr("kvraw.engines.chooser.profile_for", lambda device: BUILT_IN)
 
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -327,7 +332,7 @@ def test_the_fastest_is_chosen_whatever_the_figures(profile: Profile, run: int, 
     before = install(fake)  # type: ignore[arg-type]
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvraw.engines.gpu.profile_for", lambda device: profile)
+            patch.setattr("kvraw.engines.chooser.profile_for", lambda device: profile)
             call = Call(run, 4, 64, direction)
             seconds = {e: profile.seconds(e, direction, run, 64 * run * 4) for e in ENGINES}
             choice = call.choose()
