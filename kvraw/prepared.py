@@ -255,9 +255,17 @@ class PreparedCopy:
     def call(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
     ) -> Call:
-        """The arguments of a call on a GPU, resolved and, but for the range of indices, checked.
+        """Resolve and check the arguments of a call on a GPU, all but the range of indices. Its context is current.
 
-        The device's context is current.
+        Parameters
+        ----------
+        src, dst, count, src_index, dst_index, first
+            As of a call.
+
+        Returns
+        -------
+        Call
+            What the bound copy takes.
         """
         (source, target), index = self._take((src, dst), (src_index, dst_index), first, count)
         source, target = self._on_device([source, target])

@@ -42,26 +42,9 @@ class AddressTable:
     edges: tuple[int, ...] = ()
     pageable: bool = False
     bits: int = -1
-    _at: int = -1
-    _seen_at: int = -1
 
     def __len__(self) -> int:
         return len(self.host)
-
-    @property
-    def host_at(self) -> int:
-        """Address of `host` itself."""
-        if self._at < 0:
-            object.__setattr__(self, "_at", self.host.ctypes.data)
-        return self._at
-
-    @property
-    def seen_at(self) -> int:
-        """Address of `seen` itself."""
-        if self._seen_at < 0:
-            at = self.host_at if self.seen is self.host else self.seen.ctypes.data
-            object.__setattr__(self, "_seen_at", at)
-        return self._seen_at
 
     @property
     def alignment(self) -> int:
