@@ -45,7 +45,7 @@ ALLOWED = {
     "kvraw.host_kv_pool": "errors checks arrays layout plan cache pages runtime engines prepared layerwise",
     "kvraw.adapters": (
         "errors addresses checks config formats plain arrays layout discovery plan runtime engines codec rope "
-        "cache batch prepared transfer_plan adapters"
+        "cache batch prepared transfer transfer_plan adapters"
     ),
     "kvraw.bench": "layout plan runtime engines bench",
     "kvraw.cli": "__version__ errors config layout ptx runtime engines bench cli",
