@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from kvraw import config
-from kvraw.arrays import U64, IndexVector, index_vector
+from kvraw.arrays import IndexVector, index_vector
 from kvraw.cache import PagedCache
 from kvraw.checks import Uncopied, integer
 from kvraw.chunks import ChunkRow
@@ -367,43 +367,10 @@ class TransferPlan(Uncopied):
                 completion.hold(stream)
         return Transfer(self, completion, choice)
 
-    def enqueue(
-        self,
-        state: DeviceState,
-        addresses: U64,
-        seen: U64,
-        index: IndexVector,
-        skip: int,
-        stream: int,
-        *,
-        edges: tuple[int, ...] = (),
-        on_error: Callable[[Exception], None] | None = None,
-        refs: object = None,
-    ) -> Completion:
-        """A call for chunks in pinned memory of which it is known where they lie, in no capture.
-
-        The device's context is current, ids lie on the host or where its kernels reach them, and there are as many
-        chunks as they need.
-
-        Parameters
-        ----------
-        addresses, seen : numpy.ndarray of uint64
-            Of the chunks, as the host and as the device see them.
-        edges : tuple of int
-            Addresses in chunks that no copy may span.
-        refs : object
-            Kept until the copy is over.
-        """
-        assert self._gpu is not None
-        operation = state.books.begin(stream)
-        try:
-            count = index.count - skip
-            call = GpuCall(index, seen, addresses, skip, count, True, False, edges, on_error=on_error)
-            self._gpu.enqueue(state, operation, call)
-            return operation.commit((self.cache, index.owner, refs))
-        except BaseException:
-            operation.abort()
-            raise
+    @property
+    def repeated(self) -> RepeatedCalls | None:
+        """What enqueues calls for chunks of which it is known where they lie; None on the host."""
+        return self._repeat
 
     def _require_context(self, state: DeviceState) -> None:
         """Raise `ClosedError` where the device's context is not the one any more that the cache was made in."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvraw.engines.board import once
 from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.stream import LEGACY
 
 __all__ = ["Sink", "nobody", "pending", "raise_found", "raise_pending", "sink_for", "teller"]
@@ -18,6 +18,15 @@ Sink = Callable[[Exception], None]
 
 _log = logging.getLogger("kvraw")
 _found: defaultdict[int, deque[Exception]] = defaultdict(deque)
+
+
+def _forget() -> None:
+    """What kernels met in a context that is gone concerns nobody."""
+    for queue in _found.values():
+        queue.clear()
+
+
+at_reset(_forget)
 
 
 @functools.cache

@@ -9,13 +9,13 @@ plan's general way.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvraw.arrays import I64, U64
+from kvraw.arrays import I64, U64, IndexVector
 from kvraw.engines.bound import BoundCall
 from kvraw.engines.device_state import DeviceState
 from kvraw.engines.gpu import GpuCall, GpuPlan
@@ -64,6 +64,31 @@ class RepeatedCalls:
         self._distinct = distinct
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
         self._joins: set[tuple[int, int]] = set()  # ids and chunks of calls whose engine depends on joined ids
+
+    def enqueue(
+        self,
+        state: DeviceState,
+        addresses: tuple[U64, U64],
+        index: IndexVector,
+        skip: int,
+        stream: int,
+        on_error: Callable[[Exception], None] | None = None,
+        refs: object = None,
+    ) -> Completion:
+        """Enqueue a call for chunks in one registration, at these addresses as the host and as the device see them.
+
+        The device's context is current, no capture is in progress, ids lie on the host or where kernels reach them, and
+        there are as many chunks as they need. `refs` are kept until the copy is over.
+        """
+        operation = state.books.begin(stream)
+        try:
+            host, seen = addresses
+            call = GpuCall(index, seen, host, skip, index.count - skip, True, False, on_error=on_error)
+            self._gpu.enqueue(state, operation, call)
+            return operation.commit((index.owner, refs))
+        except BaseException:
+            operation.abort()
+            raise
 
     def learn(self, state: DeviceState, pool: HostPool, call: GpuCall) -> None:
         """Keep what a call that was enqueued by its bound program found out, for those of its kind."""

@@ -23,6 +23,7 @@ __all__ = [
     "current_device",
     "device_if_active",
     "device_to_pin",
+    "forget",
     "generation",
     "gpu_at_hand",
     "look_for_reset",
@@ -116,6 +117,11 @@ def _lose(d: CudaDriver, device: int, mark: tuple[int, int] | None) -> None:
     for one in sorted(tied, key=lambda one: not hasattr(one, "device")):
         if getattr(one, "device", device) == device:
             one.context_lost()
+    forget()
+
+
+def forget() -> None:
+    """Have tables drop what they keep of addresses and memory, as where a context was reset or a driver replaced."""
     for callback in _callbacks:
         callback()
 

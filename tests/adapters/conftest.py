@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvraw.adapters import found
-from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _planned, _utilities
+from kvraw.runtime.context import forget
 from tests.conftest import DEVICE
 from tests.helpers.torch_like import TorchLike
 
@@ -25,14 +24,7 @@ def place(request: pytest.FixtureRequest) -> int | None:
 
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
-    """What the adapters keep between calls is of one driver: forget it around each test."""
-    known = (module._known for module in (_memo, _paged, _groups, _blend_groups, _utilities))
-    kept = (*known, _planned._bits, _pageable._free)
-
-    def forget() -> None:
-        for one in (*kept, *found._found.values()):
-            one.clear()
-
+    """What the adapters keep between calls is of one driver: forget it around each test, as where one is reset."""
     forget()
     yield
     forget()

@@ -13,7 +13,7 @@ import pytest
 import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters import copies, found, sglang, sglang_direct, vllm
-from kvraw.adapters.lmcache import _blocks, _place
+from kvraw.adapters.lmcache import _objects, _place
 from kvraw.engines import pointer_tables
 from kvraw.engines.device_state import device_state
 from kvraw.engines.places import find_ranges
@@ -132,7 +132,7 @@ def test_what_is_found_of_ranges(fake: FakeDriver, w: TorchLike, mixed: bool) ->
 
 def test_lmcache_objects_side_by_side(fake: FakeDriver, w: TorchLike) -> None:
     host = Pieces(fake, w, 2, 2)
-    row = _blocks.reach([host.address + PAGE - 64, host.address + PAGE], 64, 0)
+    row = _objects.reach([host.address + PAGE - 64, host.address + PAGE], 64, 0)
     assert row.link
     assert set(row.edges) == {host.address + PAGE, host.address + 2 * PAGE}
     host.close()

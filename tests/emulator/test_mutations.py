@@ -33,7 +33,7 @@ Patch = pytest.MonkeyPatch
 # cannot show. Any of them may be the one that catches a fault.
 # They are among those that run by default.
 _KERNEL = [case for case in CASES if case in CHOSEN["kernel"]]
-_BY_WIDTH = {(VIEWS["kernel"](c)[2], c.direction, c.by): c for c in _KERNEL if c.ids and c.nb == 5}
+_BY_WIDTH = {(VIEWS["kernel"](c)[2], c.direction): c for c in _KERNEL if c.ids and c.nb == 5}
 SAMPLE = [*_BY_WIDTH.values(), *[c for c in _KERNEL if c.nb in (7, 9)][:6]]
 
 

@@ -152,6 +152,7 @@ def all_cases() -> list[Case]:
     add(6, 2, hs=128, element=2, nh=8, bs=16, chunk_tokens=32, nb=7)  # 256-byte runs
     add(2, 2, hs=1031, element=1, off=5)  # a prime run, one byte at a time
     out += [Case(1, 2, direction=d, by=b) for d in ("store", "load") for b in ("block", "slot")]  # no ids at all
+    add(1, 2, hs=3, element=4, nh=1, off=4, chunk_off=12)  # accesses of 4 bytes
     return out
 
 

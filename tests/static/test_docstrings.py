@@ -167,6 +167,6 @@ def test_examples_are_there_and_run(name: str, fake: FakeDriver) -> None:
     assert count, "has no example"
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", sorted(ERRORS))
 def test_an_error_says_when_it_is_raised(name: str) -> None:
     assert len((PUBLIC[name].__doc__ or "").split()) >= 5

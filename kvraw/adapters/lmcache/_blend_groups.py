@@ -11,7 +11,7 @@ import numpy as np
 
 from kvraw.adapters.found import Sink
 from kvraw.adapters.lmcache._blend_wide import WideTurn
-from kvraw.adapters.lmcache._blocks import object_side, reach
+from kvraw.adapters.lmcache._objects import object_side, reach
 from kvraw.adapters.lmcache._paged import INDEXER, PLANES, Part, from_pointers
 from kvraw.adapters.lmcache._planned import tables_of
 from kvraw.adapters.lmcache._slots import counts_of

@@ -13,12 +13,12 @@ from kvraw.adapters.found import pending, raise_found, teller
 from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import remembered
+from kvraw.adapters.lmcache._objects import object_side, reach
 from kvraw.adapters.lmcache._pageable import StandIns, pageable, require_no_capture
 from kvraw.adapters.lmcache._paged import (
     PLANES,
     Counts,
     Paged,
-    Part,
     addresses_of,
     from_pointers,
     from_tensors,
@@ -28,12 +28,11 @@ from kvraw.adapters.lmcache._place import current_stream, device_index
 from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import IndexVector, is_pointer, tensor_view
-from kvraw.cache import PagedCache, require_host
+from kvraw.cache import PagedCache
 from kvraw.engines.device_state import DeviceState, device_state
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.formats import FORMATS
 from kvraw.plain import odd, unusable
-from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -44,7 +43,7 @@ from kvraw.transfer_plan import Direction, TransferPlan
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["blocks_of", "multi_layer_block_kv_transfer", "object_side", "paged_of"]
+__all__ = ["blocks_of", "multi_layer_block_kv_transfer", "paged_of"]
 
 _FUSED = (10, 11, 12, 13)  # K and V of a head are one row
 _HALF_KNOWN = 2  # bytes of an element, where nothing tells
@@ -100,39 +99,9 @@ def paged_of(paged: Any, shape_desc: Any, number: int, device: int | None, objec
     return from_pointers(number, addresses, c, int(d.kv_size), device)
 
 
-def object_side(part: Part, layers: int, tokens: int, step: int | None = None) -> Side:
-    """The side of a row of objects, one base each, whose item i is block i of the row, or `step` tokens."""
-    step = part.layout.geometry.block_size if step is None else step
-    return Side(
-        outer=0,
-        inner=step * part.row,
-        page=tokens // step,
-        layer=tokens * part.row,
-        plane=layers * tokens * part.row,
-        token=part.row,
-        head=part.head_bytes,
-        table_outer=1,
-        entries=0,
-    )
-
-
-def reach(objects: Sequence[int], nbytes: int, device: int | None) -> Reached:
-    """Look objects up: what the device calls them, and where registrations end inside them."""
-    host = np.array(objects, np.uint64)
-    if device is None:
-        require_host("objects", host, 1)
-        return Reached(host, host, False)
-    with DeviceScope(device):
-        found = locate_all(host, nbytes)
-        found.require(device, "objects")
-    if found.pageable:
-        at = int(np.argmin(found.seen != 0))
-        raise PlacementError(f"object {at} at {int(host[at]):#x} is pageable host memory")
-    return Reached(host, found.seen, found.link, found.edges)
-
-
 _ROWS = 256  # rows of objects of which it is known where they lie
 _ASK = object()
+_INTEGERS = {int}
 
 
 class Blocks:
@@ -253,14 +222,13 @@ class Blocks:
     def _repeat(self, objects: Sequence[Any], ids: Any, skip: int, device: int, stream: int) -> bool:
         """Move as an earlier call did, objects that lie on the device by ids there; False: all must be looked at."""
         there = ids_on(ids, device)
-        if not objects:
+        if not len(objects):
             return False
         if type(objects[0]) is int:
             places = tuple(objects)
-            try:
-                row = self._rows.get(places)
-            except TypeError:  # tensors among them
+            if set(map(type, places)) != _INTEGERS:
                 return False
+            row = self._rows.get(places)
         elif there is None:
             places, row = tuple(self._places(objects)[0]), None
         else:
@@ -308,8 +276,10 @@ class Blocks:
         addresses = np.array(places, np.uint64)
         seen = addresses + np.uint64(shift % 2**64) if shift else addresses
         assert self._plan is not None
+        repeated = self._plan.repeated
+        assert repeated is not None
         told = None if there is None else teller(device)
-        self._plan.enqueue(state, addresses, seen, index, skip, stream, on_error=told)
+        repeated.enqueue(state, (addresses, seen), index, skip, stream, told, self._plan.cache)
         return True
 
     def _learn_pinned(self, places: list[int], device: int) -> None:

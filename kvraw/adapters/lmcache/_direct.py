@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters.found import raise_pending
-from kvraw.adapters.lmcache._blocks import object_side
 from kvraw.adapters.lmcache._copies import check_alignment, check_range
+from kvraw.adapters.lmcache._objects import object_side
 from kvraw.adapters.lmcache._paged import Counts, Paged, from_pointers
 from kvraw.adapters.lmcache._place import current_stream, device_index
 from kvraw.adapters.lmcache._types import (

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters.found import pending, raise_pending, sink_for, teller
-from kvraw.adapters.lmcache._blocks import object_side, reach
 from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host, cuts
+from kvraw.adapters.lmcache._objects import object_side, reach
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
 from kvraw.adapters.lmcache._phases import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._place import current_stream, device_index
