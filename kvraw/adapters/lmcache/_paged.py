@@ -26,7 +26,9 @@ from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.memory import locate_all
 
-__all__ = ["Counts", "Paged", "Part", "addresses_of", "from_pointers", "from_tensors", "is_tensor", "parts_of"]
+__all__ = [
+    *("Counts", "Paged", "Part", "addresses_of", "from_pointers", "from_tensors", "interned", "is_tensor", "parts_of"),
+]
 
 SCALES, INDEXER, PLANES = 4, 14, 17  # bytes of a token's scale; the formats that are several layouts at once
 _ENDLESS = 1 << 31  # blocks, where the caller does not say how many there are
@@ -220,7 +222,7 @@ _known: OrderedDict[tuple[object, ...], Paged] = OrderedDict()
 at_reset(_known.clear)
 
 
-def _intern(key: tuple[object, ...], make: Callable[[], Paged]) -> Paged:
+def interned(key: tuple[object, ...], make: Callable[[], Paged]) -> Paged:
     """The cache of a key, so that what was made ready for it is found again; the last 256 are kept."""
     found = _known.get(key)
     if found is None:
@@ -254,7 +256,7 @@ def from_pointers(number: int, addresses: U64, c: Counts, kv_size: int, device: 
             )
         return Paged(addresses[:need].copy(), parts, device)
 
-    return _intern((number, addresses.tobytes(), c, kv_size, device), make)
+    return interned((number, addresses.tobytes(), c, kv_size, device), make)
 
 
 # Axes that tensors of each format may have, letters as in `kvraw.formats`, D a token's row where there is no H; S is
@@ -387,7 +389,7 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
                 parts = (replace(parts[0], layout=tight),)
         return Paged(addresses, parts, device)
 
-    return _intern((number, seen, depth, block_size, kv_size, device, row), make)
+    return interned((number, seen, depth, block_size, kv_size, device, row), make)
 
 
 def _host_table(tensor: Any) -> U64:

@@ -19,6 +19,7 @@ from kvraw.adapters.lmcache._paged import (
     addresses_of,
     from_pointers,
     from_tensors,
+    interned,
 )
 from kvraw.adapters.lmcache._place import current_stream, device_index, tensor_device
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla, way_of
@@ -364,8 +365,15 @@ def _find_layer(lmc: Any, paged: Paged, to_host: bool, token_major: bool) -> _Ro
 
 
 def _two_tensors(keys: Any, values: Any, hidden: int) -> Paged:
-    both = [keys, values]
-    return remembered(both, ("two", hidden), lambda: from_tensors(_KV_LIST, both, 1, 2, tensor_device(keys), hidden))
+    def make() -> Paged:
+        return from_tensors(_KV_LIST, [keys, values], 1, 2, tensor_device(keys), hidden)
+
+    try:
+        ends = keys.data_ptr(), keys.shape, keys.stride(), keys.dtype, values.data_ptr(), values.shape, values.stride()
+        key = ("two", *ends, values.dtype, hidden, keys.device.index)
+    except (AttributeError, RuntimeError, NotImplementedError):  # no tensors, or none with memory: `make` says so
+        return make()
+    return interned(key, make)
 
 
 def single_layer_kv_transfer_sgl(
