@@ -256,16 +256,8 @@ class BoundCopy:
         `seen` and `places` are the chunks' addresses as the device and as the host see them, `there` ids on the device.
         """
         staged, ring, call, nbytes, bits, edges = rows
-        joined: tuple[bool, ...] = (False,)
-        if len(places) == 1:
-            low = high = places.item(0)
-        else:
-            low, high = int(np.minimum.reduce(places)), int(np.maximum.reduce(places))
-            joined = (False, *(places[1:] == places[:-1] + np.uint64(nbytes)).tolist())
-        high += nbytes
-        cuts = state.cuts()
-        at = bisect.bisect_right(cuts, low)
-        if (at < len(cuts) and cuts[at] < high) or (edges and any(low < edge < high for edge in edges)):
+        joined = _joined(places, nbytes, state.cuts(), edges)
+        if joined is None:
             return False
         with ring.lock:
             width = 0 if there is None else there.width
@@ -440,3 +432,30 @@ def _run(operation: Operation, bound: BoundCall, run: Callable[..., bool], *args
         enqueued.clear()
     operation.recorded = done
     return done
+
+
+def _joined(places: U64, nbytes: int, cuts: list[int], edges: tuple[int, ...]) -> tuple[bool, ...] | None:
+    """Which chunks begin where the one before ends and may be copied with it; None where one is to be cut itself.
+
+    No copy spans one of the ascending `cuts` or of `edges`.
+    """
+    joined: tuple[bool, ...] = (False,)
+    if len(places) == 1:
+        low = high = places.item(0)
+    else:
+        low, high = int(np.minimum.reduce(places)), int(np.maximum.reduce(places))
+        joined = (False, *(places[1:] == places[:-1] + np.uint64(nbytes)).tolist())
+    high += nbytes
+    at = bisect.bisect_right(cuts, low)
+    borders = cuts[at : bisect.bisect_left(cuts, high, at)] if at < len(cuts) and cuts[at] < high else []
+    if edges:
+        borders = sorted({*borders, *(edge for edge in edges if low < edge < high)})
+    if not borders:
+        return joined
+    starts = places.tolist()
+    for start in starts:
+        at = bisect.bisect_right(borders, start)
+        if at < len(borders) and borders[at] < start + nbytes:
+            return None
+    between = set(borders)
+    return tuple(one and start not in between for one, start in zip(joined, starts, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvraw.arrays import IndexVector
 from kvraw.engines.addresses import AddressTable
-from kvraw.engines.bound_copy import BoundCopy
+from kvraw.engines.bound_copy import BoundCopy, _joined
 from kvraw.engines.call import Call as BoundCall
 from kvraw.engines.device_state import device_state
 from kvraw.engines.planner import (
@@ -343,3 +344,21 @@ def test_the_fastest_is_chosen_whatever_the_figures(profile: Profile, run: int, 
                 assert seconds[choice.engine] == others
     finally:
         install(before)
+
+
+@given(
+    starts=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    cuts=st.lists(st.integers(0, 130), max_size=4),
+    edges=st.lists(st.integers(0, 130), max_size=4),
+)
+def test_chunks_that_are_copied_with_the_one_before(starts: list[int], cuts: list[int], edges: list[int]) -> None:
+    size = 10
+    places = np.array([1000 + size * k for k in starts], np.uint64)
+    borders = {1000 + e for e in (*cuts, *edges)}
+    got = _joined(places, size, sorted({1000 + c for c in cuts}), tuple(1000 + e for e in edges))
+    if any(p < b < p + size for p in places.tolist() for b in borders):
+        assert got is None
+        return
+    assert got is not None
+    follows = [False, *(b == a + size for a, b in itertools.pairwise(places.tolist()))]
+    assert list(got) == [f and p not in borders for f, p in zip(follows, places.tolist(), strict=True)]
