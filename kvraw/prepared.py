@@ -131,7 +131,8 @@ class PreparedCopy:
     ctas, threads : int, optional
         Most thread blocks of the kernel, and most threads of a block.
     check : bool
-        Check indices against the sides' limits, on the host where they are there, else in the kernel.
+        Check indices against the sides' limits, on the host where they are there, else in the kernel, which leaves a
+        bad one out: its bytes stay as they were, or become zeros where a copy to the host goes through staging slots.
     names, index_names : tuple of str
         What errors call the source and the destination, and their indices.
 

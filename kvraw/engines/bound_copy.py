@@ -128,7 +128,7 @@ class BoundCopy:
             An index on the host is bad; nothing was enqueued.
         """
         if choice is None:
-            choice = self.choose(state, call)
+            choice = self.chooser.choose(state, call)
         engine = choice.engine
         if (
             engine != "copy"

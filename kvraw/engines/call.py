@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class Call:
         The indices that are on the host were checked.
     on_error : callable, optional
         Receives what kernels find in ids on the device, where nobody waits for the operation.
+    host_ids, host_tables : bool
+        All indices are on the host; both tables are known to it.
     """
 
     src: AddressTable | DeviceTable
@@ -45,6 +47,13 @@ class Call:
     capturing: bool = False
     checked: bool = False
     on_error: Callable[[Exception], None] | None = None
+    host_ids: bool = field(init=False)
+    host_tables: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        src, dst = self.src_index, self.dst_index
+        self.host_ids = (src is None or src.host is not None) and (dst is None or dst.host is not None)
+        self.host_tables = type(self.src) is AddressTable and type(self.dst) is AddressTable
 
     @classmethod
     def of_chunks(
@@ -77,17 +86,6 @@ class Call:
     def indices(self) -> tuple[IndexVector | None, IndexVector | None]:
         """Of source and destination."""
         return self.src_index, self.dst_index
-
-    @property
-    def host_ids(self) -> bool:
-        """Whether all indices are on the host."""
-        src, dst = self.src_index, self.dst_index
-        return (src is None or src.host is not None) and (dst is None or dst.host is not None)
-
-    @property
-    def host_tables(self) -> bool:
-        """Whether both tables are known to the host."""
-        return type(self.src) is AddressTable and type(self.dst) is AddressTable
 
     @property
     def edges(self) -> tuple[int, ...]:

@@ -32,6 +32,8 @@ from kvraw.runtime.stream import Stream, stream_handle
 __all__ = ["RepeatedCalls"]
 
 _MOST = 64  # kinds of calls that are kept
+_UNKNOWN = (None, None)
+_NO_IDS: I64 = np.zeros(0, np.int64)
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
@@ -71,6 +73,8 @@ class RepeatedCalls:
         self._gpu, self._device, self._cache, self._nbytes = gpu, device, cache, nbytes
         self._store, self._distinct = store, distinct
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
+        # Of calls by address: by the numbers of ids, chunks and items left out, the width of ids, and the alignment.
+        self._placed: dict[tuple[int, ...], tuple[DeviceState | None, BoundCall | BoundRows | None]] = {}
         self._joins: set[tuple[int, int]] = set()  # ids and chunks of calls whose engine depends on joined ids
 
     def enqueue(
@@ -88,16 +92,43 @@ class RepeatedCalls:
         The device's context is current, no capture is in progress, ids lie on the host or where kernels reach them, and
         there are as many chunks as they need. `refs` are kept until the copy is over.
         """
+        host, seen = addresses
+        count, width = index.count - skip, 0 if index.host is not None else index.width
+        key = (count, len(host), skip, width, int(np.bitwise_or.reduce(seen)) & 15)
+        known, bound = self._placed.get(key, _UNKNOWN)
+        if known is not state:  # or of a context that was reset
+            bound = None
         operation = state.books.begin(stream)
         try:
-            host, seen = addresses
-            chunks, count = AddressTable(host, seen, True), index.count - skip
-            call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
-            self._gpu.enqueue(state, operation, call)
+            ids = _NO_IDS if index.host is None else index.host
+            if type(bound) is BoundCall:
+                done = self._gpu.run_kernel(operation, bound, ids, seen, host)
+            elif type(bound) is BoundRows:
+                there = index if width else None
+                done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error)
+            else:
+                done = False
+            if not done:
+                chunks = AddressTable(host, seen, True, bits=key[-1])
+                call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
+                self._place(key, state, operation, call, self._gpu.enqueue(state, operation, call))
             return operation.commit((index.owner, refs))
         except BaseException:
             operation.abort()
             raise
+
+    def _place(
+        self, key: tuple[int, ...], state: DeviceState, operation: Operation, call: Call, choice: Choice
+    ) -> None:
+        """Keep the program of a call by address, where one was run."""
+        if not operation.recorded or self._gpu.chooser.settled_choice(call) is None:
+            return
+        call = _without_owners(call)
+        kernel = choice.engine == "kernel"
+        bound = self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
+        if len(self._placed) >= _MOST:
+            self._placed.clear()
+        self._placed[key] = state, bound
 
     def learn(self, state: DeviceState, pool: HostPool, call: Call) -> None:
         """Keep what a call that was enqueued by its bound program found out, for those of its kind."""

@@ -156,7 +156,6 @@ class Paged:
                 PreparedCopy(
                     part.plan(flat(part), by, to_host),
                     device=self.device,
-                    engine="kernel" if engine == "staged" else "auto",  # these have no staged form
                     names=("paged", "objects") if to_host else ("objects", "paged"),
                     index_names=(index, "objects") if to_host else ("objects", index),
                 )
