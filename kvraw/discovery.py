@@ -12,7 +12,7 @@ Nothing is copied. There are two ways in:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Protocol, TypeAlias
@@ -191,8 +191,11 @@ def _says(row: Row, reading: Reading, hint: str) -> object:
 _Readings = list[tuple[Row, Reading]]
 
 
-def _only(readings: _Readings, what: str) -> Reading:
-    """The reading that is left, or an error that names what settles it."""
+def _only(readings: _Readings, what: str, by_format: Callable[[Row, Reading], bool]) -> Reading:
+    """The reading that is left, or an error that names what settles it.
+
+    `by_format` tells of which readings the format's number is enough: those in the order of memory.
+    """
     alike: dict[object, _Readings] = {}
     for row, reading in readings:
         alike.setdefault(reading.same, []).append((row, reading))
@@ -207,6 +210,8 @@ def _only(readings: _Readings, what: str) -> Reading:
     for hint in ("kv_layout", *HINTS.values(), "planes", "kv_list_layout", "format", "axes"):
         values = [{_says(row, reading, hint) for row, reading in group} for group in groups]
         every = set().union(*values)
+        if hint == "format" and not all(by_format(*group[0]) for group in groups):
+            continue
         if len(every) == sum(map(len, values)) and None not in every:
             first = [_says(*group[0], hint) for group in groups]
             options.append(" or ".join(f"{hint}={value!r}" for value in first[:6]) + " ..." * (len(first) > 6))
@@ -333,4 +338,4 @@ def _by_rows(format: int | str | Format | None, engine: str, memory: Memory, hin
     if not readings:
         why = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
         raise LayoutError(f"{what} fits no layout of {source} with {hints}: {why}; or name the axes: axes=")
-    return _only(readings, what)
+    return _only(readings, what, lambda row, one: one.spelling in _candidates(row, memory, hints, True))

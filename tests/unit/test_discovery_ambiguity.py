@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvraw.discovery import discover
@@ -245,6 +245,7 @@ def test_halves_of_one_host_buffer() -> None:
 
 
 @settings(max_examples=examples(200), deadline=None)
+@example(shape=[3, 2, 2, 3, 2], order=[2, 5, 3, 0, 1, 4], n=1, engine="vllm")  # format 1 as shaped, not as in memory
 @given(
     shape=st.lists(st.integers(1, 3), min_size=3, max_size=6),
     order=orders(),
