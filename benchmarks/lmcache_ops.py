@@ -37,11 +37,15 @@ def in_a_row(work: Callable[[], None], calls: int = 6, rounds: int = 7) -> float
     return statistics.median(times)
 
 
-def timed(work: Callable[[], None], device: str, rounds: int = 8) -> Timing:
-    """Time of a call, on a GPU of one of several in a row; and what it takes to return, the stream idle ahead of it."""
+def timed(work: Callable[[], None], device: str, rounds: int = 40) -> Timing:
+    """Time of a call, on a GPU of one of several in a row; and what it takes to return, the stream idle ahead of it.
+
+    The first calls of a kind, which bind programs, are left out.
+    """
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    work()
-    wait()
+    for _ in range(12):
+        work()
+        wait()
     whole, call = [], []
     for _ in range(rounds):
         start = time.perf_counter()

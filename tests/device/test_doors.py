@@ -14,6 +14,7 @@ from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.helpers.backends import device_ids
+from tests.helpers.staging import own_slots
 
 ENGINES = ["kernel", "copy", "staged"]
 LAYERS, PLANES, BLOCKS, BLOCK, HEADS, DIM = 3, 2, 12, 4, 2, 16
@@ -21,13 +22,9 @@ LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 
 
 @pytest.fixture
-def slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Staging slots that hold a few items."""
-    monkeypatch.setenv("KVRAW_STAGING_SLOT", "4096")
-
-
-@pytest.fixture
-def place(slot: None, device: int) -> int:
+def place(device: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A device whose staging slots hold a few items."""
+    own_slots(monkeypatch, device, 4096)
     return device
 
 

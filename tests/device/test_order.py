@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines.arena import StagingArena
-from kvraw.engines.device_state import device_state
 from kvraw.layout import Geometry
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.helpers.backends import device_ids
+from tests.helpers.staging import own_slots
 from tests.helpers.world import TOKENS, World
 
 GEOMETRY = Geometry(layers=2, blocks=64, block_size=4, heads=2, head_size=64, element_size=2)
@@ -47,9 +46,7 @@ class Race(World):
 
 @pytest.fixture
 def race(device: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Race]:
-    monkeypatch.setenv("KVRAW_STAGING_SLOT", "8K")
-    with DeviceScope(device):
-        monkeypatch.setattr(device_state(device), "arena", StagingArena(device))
+    own_slots(monkeypatch, device, "8K")
     made = Race(device, real="gpu]" in request.node.name or "gpu-" in request.node.name)
     yield made
     made.close()

@@ -15,6 +15,7 @@ from kvraw.formats import FORMATS
 from kvraw.layout import CacheLayout, Geometry
 from tests.helpers.memory import Laid, numbers
 from tests.helpers.oracle import PAGED, Shape, move
+from tests.helpers.staging import own_slots
 
 S = Shape(nl=2, nb=9, bs=2, nh=2, d=8, planes=2)
 TOKENS = 4
@@ -42,7 +43,7 @@ class Setting:
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("width", [8, 4])
 def test_later_calls(device: int, monkeypatch: pytest.MonkeyPatch, direction: str, slot: int, width: int) -> None:
-    monkeypatch.setenv("KVRAW_STAGING_SLOT", str(slot))
+    own_slots(monkeypatch, device, slot)
     made: list[Any] = []
     bind = staged.bind_staged
     monkeypatch.setattr(staged, "bind_staged", lambda *args: made.append(1) or bind(*args))
@@ -69,7 +70,7 @@ def test_later_calls(device: int, monkeypatch: pytest.MonkeyPatch, direction: st
 
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_a_bad_id_is_named_and_left_out(device: int, monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
-    monkeypatch.setenv("KVRAW_STAGING_SLOT", str(BYTES))
+    own_slots(monkeypatch, device, BYTES)
     w = Setting(device, direction)
     ids = [0, 1, 2, 3, 4, 5, 6, 7]
     errors: list[Exception] = []
