@@ -32,6 +32,10 @@ def with_gaps(values: torch.Tensor, pads: tuple[int, ...], order: tuple[int, ...
     return view, whole
 
 
+# By their contract the order in memory says which axis is which, and the shape does not.
+BY_STRIDES = ("lmcache.gather_paged_kv_to_cpu", "lmcache.scatter_cpu_to_paged_kv")
+
+
 @pytest.mark.parametrize("name", CALLS)
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
@@ -46,9 +50,8 @@ def test_gaps_are_followed_or_refused(name: str, data: Any) -> None:
     for k in changed:
         axes = len(shapes[k])
         pads = data.draw(st.tuples(*[st.sampled_from([0, 0, 0, 1, 8, 16])] * axes), label=f"pads of {k}")
-        order = data.draw(
-            st.sampled_from([tuple(range(axes)), *[tuple(p) for p in _swaps(axes)]]), label=f"order of {k}"
-        )
+        orders = [tuple(range(axes)), *([] if name in BY_STRIDES else map(tuple, _swaps(axes)))]
+        order = data.draw(st.sampled_from(orders), label=f"order of {k}")
         given_[k], memory[k] = with_gaps(before[k], pads, order)
     untouched = {k: t.clone() for k, t in memory.items()}
     try:
