@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,8 @@ class _Rate:
 def beside_threads(shape: Shape | None, nbytes: int, device: int | None, seconds: float, tick: Tick) -> list[Row]:
     """Every engine, both directions, one transfer waited for and eight in flight: alone, and beside the thread."""
     rows = []
+    with suppress(ImportError):  # without numba, what it would compile is left to Python
+        kvraw.warm_up(device)  # else the compiler's thread takes the GIL from the first rows
     fitted = (shape or BLOCKS).within(nbytes) or shape or BLOCKS
     with Workload(fitted, nbytes, device) as work:
         for engine in CPU if device is None else _ENGINES:

@@ -11,7 +11,7 @@ from kvraw.runtime.jit import jit
 
 __all__ = ["cover", "extremes", "join", "page_starts"]
 
-IN_ORDER, NO_PAGE, OUTSIDE = -1, 0, 1  # of `page_starts`: the rest of what it returns divided by 2 is the page
+NO_PAGE, OUTSIDE = 0, 1  # of `page_starts`, which returns -1 or twice the page plus one of these
 
 
 def _page_starts_source(values: Any, page: Any, aligned: Any, limit: Any, out: Any) -> Any:

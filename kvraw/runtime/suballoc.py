@@ -206,10 +206,6 @@ class Arena:
                 raise
         self._end(begun)
 
-    def size_of(self, offset: int) -> int:
-        """Bytes handed out at an offset."""
-        return self._live[offset]
-
     def grant_of(self, offset: int) -> int | None:
         """The grant that an offset was handed out with; None: it is not handed out."""
         return self._live.get(offset)
