@@ -20,7 +20,7 @@ import torch
 
 import kvraw.adapters.lmcache as names
 from kvraw import codec
-from kvraw.engines import cpu
+from kvraw.copying import cpu
 from kvraw.rope import rerotate_keys
 
 LAYERS, TOKENS, CHANNELS, BINS = 32, 256, 1024, 32

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 
 import kvraw
-from kvraw.engines import cpu
-from kvraw.layout import Geometry
+from kvraw.copying import cpu
+from kvraw.layouts.geometry import Geometry
 
 SHAPES = {
     "llama-3.1-8b, 32 KiB runs": (1, Geometry(32, 320, 16, 8, 128, 2)),

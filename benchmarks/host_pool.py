@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 import kvraw
-from kvraw.runtime import libc
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
-from kvraw.runtime.populate import PIECE, populate_threads
+from kvraw.runtime.host import libc
+from kvraw.runtime.host.populate import PIECE, populate_threads
 
 DEVICE = 0
 GIB = 1 << 30

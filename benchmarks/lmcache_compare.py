@@ -290,7 +290,7 @@ def plan(w: World) -> Case:
         groups.append((number, s, dtype, per, ids, skips, size, paged(w, number, s, dtype, math.gcd(s.d, 16))))
         size += -(-s.planes * s.nl * per * s.bs * s.nh * s.d // 64) * 64
     host, staging = Arena(w, "objects", [size] * count, "pinned"), Arena(w, "staging", [size] * batch, "device", 16)
-    alignment, told = w.pick(4096, 1 << 16, 1 << 26), [g[:7] for g in groups]
+    alignment, on_error = w.pick(4096, 1 << 16, 1 << 26), [g[:7] for g in groups]
 
     def run(side: int) -> None:
         m, specs, steps, far = w.modules[side], [], [], host.addresses(side)

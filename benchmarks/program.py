@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 import kvraw
-from kvraw.engines import kernel_args as ka
-from kvraw.engines.kernel import copy_kernel
+from kvraw.copying import kernel_args as ka
+from kvraw.copying.kernel import copy_kernel
+from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import DriverError
-from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
 from kvraw.runtime.module import ArgumentBlock

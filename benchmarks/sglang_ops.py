@@ -200,7 +200,7 @@ def direct(peers: dict[str, Any], options: argparse.Namespace, note: Note) -> No
 
 def swaps(ceilings: dict[str, float], options: argparse.Namespace, note: Note) -> None:
     """10,000 blocks by `swap_blocks_batch`, beside the driver's batch call alone and one large copy."""
-    from kvraw.engines.copy_engine import Descriptors, enqueue
+    from kvraw.copying.copy_engine import Descriptors, enqueue
 
     blocks, largest = 10_000, max(SWAP_KIB) << 10
     device, host = torch.empty(blocks * largest, dtype=torch.uint8, device="cuda"), pinned(blocks * largest)

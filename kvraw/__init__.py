@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from kvraw.batch import BatchCopy as BatchCopy
     from kvraw.batch import memcpy_batch as memcpy_batch
     from kvraw.cache import PagedCache as PagedCache
-    from kvraw.engines.warm import warm_up as warm_up
+    from kvraw.copying.plan import CopyPlan as CopyPlan
+    from kvraw.copying.plan import Side as Side
+    from kvraw.copying.warm import warm_up as warm_up
     from kvraw.errors import ArtifactError as ArtifactError
     from kvraw.errors import BoundsError as BoundsError
     from kvraw.errors import ClosedError as ClosedError
@@ -30,20 +32,18 @@ if TYPE_CHECKING:
     from kvraw.errors import UnsupportedDriverError as UnsupportedDriverError
     from kvraw.host_kv_pool import HostKVPool as HostKVPool
     from kvraw.layerwise import LayerwiseLoad as LayerwiseLoad
-    from kvraw.layout import Geometry as Geometry
-    from kvraw.plan import CopyPlan as CopyPlan
-    from kvraw.plan import Side as Side
+    from kvraw.layouts.geometry import Geometry as Geometry
     from kvraw.prepared import Copy as Copy
     from kvraw.prepared import DeviceTable as DeviceTable
     from kvraw.prepared import PreparedCopy as PreparedCopy
     from kvraw.prepared import Reached as Reached
-    from kvraw.runtime.buffer import HostBuffer as HostBuffer
-    from kvraw.runtime.host_map import HostOptions as HostOptions
+    from kvraw.runtime.host.buffer import HostBuffer as HostBuffer
+    from kvraw.runtime.host.mapping import HostOptions as HostOptions
+    from kvraw.runtime.host.pool import HostChunk as HostChunk
+    from kvraw.runtime.host.pool import HostPool as HostPool
+    from kvraw.runtime.host.registration import Registration as Registration
+    from kvraw.runtime.host.shm import sweep_shared_memory as sweep_shared_memory
     from kvraw.runtime.memory import DeviceBuffer as DeviceBuffer
-    from kvraw.runtime.pool import HostChunk as HostChunk
-    from kvraw.runtime.pool import HostPool as HostPool
-    from kvraw.runtime.register import Registration as Registration
-    from kvraw.runtime.shm import sweep_shared_memory as sweep_shared_memory
     from kvraw.runtime.stream import Stream as Stream
     from kvraw.transfer import load as load
     from kvraw.transfer import load_slots as load_slots
@@ -61,19 +61,19 @@ _ERRORS = (
 _HOMES = {
     "kvraw.batch": "BatchCopy memcpy_batch",
     "kvraw.cache": "PagedCache",
-    "kvraw.engines.warm": "warm_up",
+    "kvraw.copying.warm": "warm_up",
     "kvraw.errors": _ERRORS,
     "kvraw.host_kv_pool": "HostKVPool",
     "kvraw.layerwise": "LayerwiseLoad",
-    "kvraw.layout": "Geometry",
-    "kvraw.plan": "CopyPlan Side",
+    "kvraw.layouts.geometry": "Geometry",
+    "kvraw.copying.plan": "CopyPlan Side",
     "kvraw.prepared": "Copy DeviceTable PreparedCopy Reached",
-    "kvraw.runtime.buffer": "HostBuffer",
-    "kvraw.runtime.host_map": "HostOptions",
+    "kvraw.runtime.host.buffer": "HostBuffer",
+    "kvraw.runtime.host.mapping": "HostOptions",
     "kvraw.runtime.memory": "DeviceBuffer",
-    "kvraw.runtime.pool": "HostChunk HostPool",
-    "kvraw.runtime.register": "Registration",
-    "kvraw.runtime.shm": "sweep_shared_memory",
+    "kvraw.runtime.host.pool": "HostChunk HostPool",
+    "kvraw.runtime.host.registration": "Registration",
+    "kvraw.runtime.host.shm": "sweep_shared_memory",
     "kvraw.runtime.stream": "Stream",
     "kvraw.transfer": "load load_slots store store_slots",
     "kvraw.transfer_plan": "Transfer TransferPlan",

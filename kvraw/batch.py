@@ -10,12 +10,12 @@ import numpy.typing as npt
 from kvraw.addresses import FIRST, TOP, no_address
 from kvraw.arrays import U64, pointer_vector
 from kvraw.cache import require_host
-from kvraw.engines import copy_engine, cpu
-from kvraw.engines.aside import in_order
-from kvraw.engines.device_state import device_state
+from kvraw.copying import copy_engine, cpu
+from kvraw.copying.device_state import device_state
+from kvraw.copying.submission import submit_as_one
 from kvraw.errors import BoundsError, DriverError, PlacementError
+from kvraw.runtime.completion import Completion, Operation
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.inflight import Completion, Operation
 from kvraw.runtime.stream import stream_device, stream_handle
 
 __all__ = ["BatchCopy", "memcpy_batch"]
@@ -148,7 +148,7 @@ def memcpy_batch(
                     raise
                 raise error.at(int(np.flatnonzero(kept)[error.index])) from error
 
-        return BatchCopy(in_order(device_state(device), handle, work, pageable=pageable, refs=refs))
+        return BatchCopy(submit_as_one(device_state(device), handle, work, pageable=pageable, refs=refs))
 
 
 def _require_addresses(name: str, addresses: U64, sizes: U64, kept: npt.NDArray[np.bool_]) -> None:

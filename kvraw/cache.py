@@ -9,14 +9,14 @@ import numpy as np
 
 from kvraw.addresses import in_reach, no_address
 from kvraw.arrays import ASK_DRIVER, U64, TensorView, pointer_vector, tensor_view
-from kvraw.checks import Uncopied, integer
-from kvraw.discovery import discover
+from kvraw.checks import NotPicklable, integer
 from kvraw.errors import BoundsError, PlacementError
-from kvraw.formats import Format
-from kvraw.layout import CacheLayout, Geometry, find_format
+from kvraw.layouts.discovery import discover
+from kvraw.layouts.formats import Format
+from kvraw.layouts.geometry import CacheLayout, Geometry, find_format
 from kvraw.runtime.context import device_if_active, generation, reset_error, resets
 from kvraw.runtime.driver import driver_here
-from kvraw.runtime.libc import mapped
+from kvraw.runtime.host.libc import mapped
 from kvraw.runtime.memory import held_by, locate, locate_all
 
 __all__ = ["PagedCache"]
@@ -36,7 +36,7 @@ def _flatten(views: Any) -> list[TensorView]:
     return [v for view in views for v in _flatten(view)] if isinstance(views, list) else [views]
 
 
-class PagedCache(Uncopied):
+class PagedCache(NotPicklable):
     """A paged KV cache. It borrows the memory, and keeps tensors that it was made from alive.
 
     Make one with `from_tensors` or `from_pointers`, which look where memory lies; the constructor takes it on trust.
@@ -125,9 +125,9 @@ class PagedCache(Uncopied):
             Tensors of any library on one device.
         axes : str, optional
             The axes of a tensor as it is shaped, such as ``"PBTHD"``: nothing is inferred then, and strides may be
-            any as long as the elements of a head are dense; see `kvraw.discovery.discover`.
+            any as long as the elements of a head are dense; see `kvraw.layouts.discovery.discover`.
         format, engine, kv_layout, block_size, num_heads, head_size, kv_list_layout, planes
-            Hints, see `kvraw.discovery.discover`; needed only where the tensors leave a choice.
+            Hints, see `kvraw.layouts.discovery.discover`; needed only where the tensors leave a choice.
 
         Returns
         -------
@@ -196,7 +196,7 @@ class PagedCache(Uncopied):
         Parameters
         ----------
         pointers : sequence of int
-            Base addresses in the format's order (`kvraw.formats`).
+            Base addresses in the format's order (`kvraw.layouts.formats`).
         format : int or str
             The layout.
         geometry : Geometry

@@ -8,10 +8,10 @@ from typing import NoReturn, SupportsIndex, cast
 
 import numpy as np
 
-__all__ = ["Uncopied", "integer"]
+__all__ = ["NotPicklable", "integer"]
 
 
-class Uncopied:
+class NotPicklable:
     """Base of what stands for memory of this process: a copy, or another process, would go on with its addresses."""
 
     __slots__ = ()

@@ -13,12 +13,12 @@ from kvraw.addresses import in_reach, no_address
 from kvraw.arrays import ASK_DRIVER, U64, is_pointer, require_writable, tensor_view
 from kvraw.cache import require_host
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
-from kvraw.runtime.inflight import Operation
-from kvraw.runtime.inuse import Running
+from kvraw.runtime.completion import Operation
+from kvraw.runtime.host.pool import ChunkKind, HostChunk, HostPool
+from kvraw.runtime.host.usage import Running
 from kvraw.runtime.memory import locate_all
-from kvraw.runtime.pool import ChunkKind, HostChunk, HostPool
 
-__all__ = ["ChunkRow", "chunk_bytes"]
+__all__ = ["ChunkTable", "chunk_bytes"]
 
 
 _UINT64 = np.dtype(np.uint64)
@@ -55,7 +55,7 @@ def chunk_bytes(chunks: Sequence[Any]) -> int | None:
     return None if is_pointer(chunk) else tensor_view(chunk, "chunks[0]").nbytes
 
 
-class ChunkRow:
+class ChunkTable:
     """Chunks in order, checked for size; each a `HostChunk`, a tensor or array of any library, or an address.
 
     With `written`, none may be read-only.

@@ -14,21 +14,21 @@ import numpy as np
 
 from kvraw.arrays import I64, IndexVector, index_vector
 from kvraw.cache import PagedCache
-from kvraw.checks import Uncopied, integer
-from kvraw.engines.addresses import AddressTable
-from kvraw.engines.device_state import device_state
-from kvraw.engines.operands import check_distinct, check_host_index
+from kvraw.checks import NotPicklable, integer
+from kvraw.copying.addresses import AddressTable
+from kvraw.copying.device_state import device_state
+from kvraw.copying.operands import check_distinct, check_host_index
+from kvraw.copying.plan import Side
 from kvraw.errors import BoundsError, ClosedError, LayoutError, TransferTimeoutError
 from kvraw.layerwise import LayerwiseLoad, one_layer
-from kvraw.layout import CacheLayout, Geometry, copy_plan, find_format
+from kvraw.layouts.geometry import CacheLayout, Geometry, copy_plan, find_format
 from kvraw.pages import Pages
-from kvraw.plan import Side
 from kvraw.prepared import Copy, PreparedCopy
 from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.inuse import Call
-from kvraw.runtime.pool import HostPool
+from kvraw.runtime.host.pool import HostPool
+from kvraw.runtime.host.usage import Call
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["HostKVPool"]
@@ -55,7 +55,7 @@ def _sides(layout: CacheLayout) -> dict[str, Side]:
     return {by: replace(layout.side(by), skip_negative=False) for by in ("block", "slot")}
 
 
-class HostKVPool(Uncopied):
+class HostKVPool(NotPicklable):
     """KV pages in host memory, in one of the layouts that hierarchical caches use.
 
     Parameters

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.engines.addresses import AddressTable
-from kvraw.plan import Side
+from kvraw.copying.addresses import AddressTable
+from kvraw.copying.plan import Side
 from kvraw.prepared import Copy
 
 __all__ = ["LayerwiseLoad", "one_layer"]

@@ -11,18 +11,18 @@ from kvraw import config
 from kvraw.arrays import IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
 from kvraw.checks import integer
-from kvraw.engines import cpu, reference
-from kvraw.engines.addresses import AddressTable
-from kvraw.engines.bound_copy import BoundCopy
-from kvraw.engines.call import Call
-from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.kernel import THREADS, KernelPlan
-from kvraw.engines.operands import DeviceTable, Operands, check_entries, check_host_index, require_index
+from kvraw.copying import cpu, reference
+from kvraw.copying.addresses import AddressTable
+from kvraw.copying.bound_copy import BoundCopy
+from kvraw.copying.call import Call
+from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.copying.kernel import THREADS, KernelPlan
+from kvraw.copying.operands import DeviceTable, Operands, check_entries, check_host_index, require_index
+from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import BoundsError, LayoutError, PlacementError
-from kvraw.plan import CopyPlan, Side
+from kvraw.runtime.completion import Completion, Operation
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.inflight import Completion, Operation
 from kvraw.runtime.memory import locate_all
 from kvraw.runtime.stream import stream_handle
 
@@ -108,12 +108,12 @@ class PreparedCall:
         state: DeviceState,
         operation: Operation,
         capturing: bool,
-        told: Callable[[Exception], None] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
     ) -> str:
         """Enqueue the copy on the operation's stream; returns the engine. The device's context is current."""
         if not self._call.count:
             return "none"
-        self._call.capturing, self._call.on_error = capturing, told
+        self._call.capturing, self._call.on_error = capturing, on_error
         return self._bound.enqueue(state, operation, self._call).engine
 
 
@@ -304,17 +304,17 @@ class PreparedCopy:
         first: int = 0,
         link: bool,
         captured: bool,
-        told: Callable[[Exception], None] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
     ) -> Copy:
         """Enqueue the kernel with operands that the caller has checked; the device's context is current.
 
-        `link` says that host memory takes part, `captured` that a capture is in progress on the stream; `told` receives
-        what the kernel found in indices on the device, where nobody waits for the copy.
+        `link` says that host memory takes part, `captured` that a capture is in progress on the stream; `on_error`
+        receives what the kernel found in indices on the device, where nobody waits for the copy.
         """
         operation = state.books.begin(stream, captured=captured)
         try:
-            self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, told=told)
+            self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, on_error=on_error)
             completion = operation.commit(refs)
         except BaseException:
             operation.abort()
@@ -331,10 +331,10 @@ class PreparedCopy:
         count: int,
         *,
         link: bool,
-        told: Callable[[Exception], None] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         """Enqueue the kernel as a part of an operation, with operands that the caller has checked; as `launch`."""
-        self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, told=told)
+        self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, on_error=on_error)
 
     def _take(
         self, bases: tuple[Any, Any], index: tuple[Any, Any], first: int, count: int

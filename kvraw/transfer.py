@@ -8,7 +8,7 @@ from typing import Any, Literal
 from kvraw.cache import PagedCache
 from kvraw.chunks import chunk_bytes
 from kvraw.errors import BoundsError, LayoutError
-from kvraw.runtime.pool import HostChunk
+from kvraw.runtime.host.pool import HostChunk
 from kvraw.transfer_plan import Direction, Transfer, TransferPlan
 
 __all__ = ["load", "load_slots", "store", "store_slots"]

@@ -8,22 +8,22 @@ from typing import Any, Literal
 from kvraw import config
 from kvraw.arrays import IndexVector, index_vector
 from kvraw.cache import PagedCache
-from kvraw.checks import Uncopied, integer
-from kvraw.chunks import ChunkRow
-from kvraw.engines import cpu, reference
-from kvraw.engines.addresses import AddressTable
-from kvraw.engines.bound_copy import BoundCopy
-from kvraw.engines.call import Call
-from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.operands import Operands, check_distinct, check_host_index, require_index
-from kvraw.engines.planner import Choice
-from kvraw.engines.repeat import RepeatedCalls
+from kvraw.checks import NotPicklable, integer
+from kvraw.chunks import ChunkTable
+from kvraw.copying import cpu, reference
+from kvraw.copying.addresses import AddressTable
+from kvraw.copying.bound_copy import BoundCopy
+from kvraw.copying.call import Call
+from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.copying.operands import Operands, check_distinct, check_host_index, require_index
+from kvraw.copying.planner import Choice
+from kvraw.copying.repeat import RepeatedCalls
 from kvraw.errors import BoundsError, LayoutError, PlacementError
-from kvraw.formats import ChunkLayout
-from kvraw.layout import chunk_side, copy_plan, find_chunk_layout
+from kvraw.layouts.formats import ChunkLayout
+from kvraw.layouts.geometry import chunk_side, copy_plan, find_chunk_layout
+from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope, reset_error
-from kvraw.runtime.inflight import Completion
-from kvraw.runtime.inuse import Running
+from kvraw.runtime.host.usage import Running
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["Direction", "Transfer", "TransferPlan"]
@@ -34,7 +34,7 @@ _NOTHING = Choice("none", "there is nothing to copy", 0.0)
 Direction = Literal["store", "load"]
 
 
-class Transfer(Uncopied):
+class Transfer(NotPicklable):
     """A store or a load that was enqueued (GPU) or is done (CPU); what `store`, `load` and plans return.
 
     Examples
@@ -111,7 +111,7 @@ class Transfer(Uncopied):
         return self.plan.describe(self._choice)
 
 
-class TransferPlan(Uncopied):
+class TransferPlan(NotPicklable):
     """What is computed once for many stores or loads of one cache: call it with chunks and ids.
 
     Parameters
@@ -125,7 +125,7 @@ class TransferPlan(Uncopied):
     by : "block" or "slot"
         What indices count: blocks, or slots (block * block_size + offset; negative: leave out).
     chunk_layout : str
-        Order of a chunk's axes, see `kvraw.formats.CHUNK_LAYOUTS`.
+        Order of a chunk's axes, see `kvraw.layouts.formats.CHUNK_LAYOUTS`.
     engine : str, optional
         For a cache on a GPU "kernel", "copy", "staged" or "auto", for one on the host "cpu", "reference" or "auto";
         default: `KVRAW_ENGINE`, else "auto", which takes the fastest for each call on a GPU and "cpu" on the host.
@@ -272,7 +272,7 @@ class TransferPlan(Uncopied):
             if done is not None:
                 return Transfer(self, *done)
         index = index_vector(self._ids_name, ids)
-        row = ChunkRow(chunks, self.chunk_bytes, self._store)
+        row = ChunkTable(chunks, self.chunk_bytes, self._store)
         if type(skip) is not int or skip < 0:
             skip = self._leading(skip)
         self._check(row, index, skip)
@@ -307,7 +307,7 @@ class TransferPlan(Uncopied):
             raise BoundsError(f"{name} is {found}, must be >= 0")
         return found
 
-    def _check(self, row: ChunkRow, index: IndexVector, skip: int) -> None:
+    def _check(self, row: ChunkTable, index: IndexVector, skip: int) -> None:
         if index.count > len(row) * self._per_chunk:
             raise BoundsError(
                 f"chunks has {len(row)} chunks of {self._per_chunk} {self.by}s each, too few for {index.count} "
@@ -323,7 +323,7 @@ class TransferPlan(Uncopied):
     def _enqueue(
         self,
         gpu: BoundCopy,
-        row: ChunkRow,
+        row: ChunkTable,
         index: IndexVector,
         skip: int,
         count: int,

@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvraw.adapters import tensors
-from kvraw.adapters.found import pending, raise_found
+from kvraw.adapters.deferred_errors import pending, raise_deferred
 from kvraw.arrays import I64
 from kvraw.batch import memcpy_batch
-from kvraw.engines.aside import submit
-from kvraw.engines.bound_copies import BoundCopies, HostRanges
-from kvraw.engines.copy_engine import Descriptors
-from kvraw.engines.device_state import device_state
-from kvraw.engines.given import join
+from kvraw.copying.bound_copies import BoundCopies, HostRanges
+from kvraw.copying.copy_engine import Descriptors
+from kvraw.copying.device_state import device_state
+from kvraw.copying.given import join
+from kvraw.copying.submission import submit
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.register import cuts_with
+from kvraw.runtime.host.registration import cuts_with
 
 __all__ = ["bound_copies", "copy_items", "copy_ranges"]
 
@@ -48,7 +48,7 @@ def copy_items(
         return
     stream, state = tensors.current_stream(device), device_state(device)
     if raising and pending(state):
-        raise_found(device, stream)
+        raise_deferred(device, stream)
     with DeviceScope(device):
         copies.enqueue(state, stream, src_index, dst_index, refs)
 
@@ -60,7 +60,7 @@ def copy_ranges(d: Descriptors, device: int | None, group: Iterable[Any]) -> Non
         return
     stream, state, ranges = tensors.current_stream(device), device_state(device), HostRanges(_spans(group))
     if pending(state):
-        raise_found(device, stream)
+        raise_deferred(device, stream)
     with DeviceScope(device):
         ranges.look(state.owner)
         d = join(d, ranges.cuts)

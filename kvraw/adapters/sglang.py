@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvraw.adapters import sglang_direct as direct
-from kvraw.adapters.sglang_kernel import transfer
-from kvraw.adapters.sglang_more import (
+from kvraw.adapters.sglang_jit import (
     copy_all_layer_kv_cache_cpu,
     transfer_embedding_ranges_direct,
     transfer_hicache_all_layer,
@@ -22,6 +21,7 @@ from kvraw.adapters.sglang_more import (
     transfer_hicache_one_layer,
     transfer_hicache_one_layer_mla,
 )
+from kvraw.adapters.sglang_kernel import transfer
 from kvraw.adapters.sglang_staged import (
     can_use_hicache_jit_kernel,
     can_use_write_back_jit_kernel,

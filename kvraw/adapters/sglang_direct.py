@@ -15,11 +15,11 @@ import numpy as np
 from kvraw.adapters import tensors
 from kvraw.adapters.copies import bound_copies, copy_items
 from kvraw.arrays import I64
-from kvraw.engines.bound_copies import BoundCopies
-from kvraw.engines.given import page_starts
+from kvraw.copying.bound_copies import BoundCopies
+from kvraw.copying.given import page_starts
+from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import require_plain
-from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import at_reset
 
 __all__ = ["copy_pages", "copy_tokens", "device_of", "page_indices"]

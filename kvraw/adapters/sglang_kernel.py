@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.found import pending, raise_found, teller
+from kvraw.adapters.deferred_errors import pending, pending_of, raise_deferred
 from kvraw.adapters.sglang_layouts import End, Numbers, PlacedSide, Rows, place_end
 from kvraw.arrays import U64, IndexVector
-from kvraw.engines import pointer_tables
-from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.indexed import IndexedLaunch
-from kvraw.engines.kernel import KernelPlan
-from kvraw.engines.operands import DeviceTable, Operands
-from kvraw.engines.places import find_ranges
+from kvraw.copying import pointer_tables
+from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.copying.indexed import IndexedLaunch
+from kvraw.copying.kernel import KernelPlan
+from kvraw.copying.operands import DeviceTable, Operands
+from kvraw.copying.places import find_ranges
+from kvraw.copying.plan import CopyPlan
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.plain import fault, unusable
-from kvraw.plan import CopyPlan
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -220,9 +220,9 @@ def launch(
     ready = state.bound[_NAME].get(key)
     if ready is not None and ready.bound is not None and count and not (raising and pending(state)):
         refs = (src, dst, at, to)
-        if ready.bound.enqueue(stream, at[0], to[0], count, told=teller(device), refs=refs) is not None:
+        if ready.bound.enqueue(stream, at[0], to[0], count, on_error=pending_of(device), refs=refs) is not None:
             return
-    captured = raise_found(device, stream) if raising else capturing(stream, device)
+    captured = raise_deferred(device, stream) if raising else capturing(stream, device)
     with DeviceScope(device):
         _launch_anew(state, key, stream, captured, src, dst, numbers, quota, warps, at, to, count)
 
@@ -260,7 +260,7 @@ def _launch_anew(
     if lasting and not captured and not any(e[0] == "table" and not e[2][0].is_cuda for e in (src, dst)):
         bound = ready.bound or IndexedLaunch(state, ready.copy, ends, (at[1], to[1]), pinned=pinned)
         _keep(known, key, ready._replace(bound=bound))
-        if bound.enqueue(stream, at[0], to[0], count, told=teller(device), refs=refs) is not None:
+        if bound.enqueue(stream, at[0], to[0], count, on_error=pending_of(device), refs=refs) is not None:
             return
     index = [IndexVector(None, ids[0], count, ids[1], device, ids[2]) if ids[1] else None for ids in (at, to)]
     operands = [
@@ -269,7 +269,7 @@ def _launch_anew(
     ]
     operation = state.books.begin(stream, captured=captured)
     try:
-        ready.copy.enqueue(state, operation, *operands, 0, count, link=True, told=teller(device))
+        ready.copy.enqueue(state, operation, *operands, 0, count, link=True, on_error=pending_of(device))
         operation.commit(refs)
     except BaseException:
         operation.abort()

@@ -8,10 +8,10 @@ import numpy as np
 
 from kvraw.adapters import tensors
 from kvraw.arrays import U64
-from kvraw.engines.operands import DeviceTable
+from kvraw.copying.operands import DeviceTable
+from kvraw.copying.plan import Side
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.plain import require_plain
-from kvraw.plan import Side
 from kvraw.runtime.driver import driver
 
 __all__ = ["End", "Numbers", "PlacedSide", "Rows", "place_end"]

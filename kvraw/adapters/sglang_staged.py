@@ -11,13 +11,13 @@ import numpy as np
 
 from kvraw.adapters import tensors
 from kvraw.adapters.copies import bound_copies, copy_items
-from kvraw.adapters.found import raise_found
+from kvraw.adapters.deferred_errors import raise_deferred
 from kvraw.adapters.sglang_kernel import INTS, WARPS, default_quota, ids_on_device, launch, transfer
-from kvraw.engines.bound_copies import BoundCopies
-from kvraw.engines.given import page_starts
+from kvraw.copying.bound_copies import BoundCopies
+from kvraw.copying.given import page_starts
+from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.plain import require_memory
-from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import at_reset
 
 __all__ = [
@@ -161,7 +161,7 @@ def _staged(
     index, end = ids_on_device(src_indices), ("pf", token, staging)
     device = int(src_indices.get_device())
     # Once: what a part of this operation finds stops no other part.
-    raise_found(device, tensors.current_stream(device))
+    raise_deferred(device, tensors.current_stream(device))
     for begin in range(0, count, room):  # the stream's order keeps a part's copies before the next part's kernel
         many = min(room, count - begin)
         part = index[0] + begin * index[1], index[1], index[2]

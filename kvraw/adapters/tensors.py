@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvraw.arrays import I64, U64
-from kvraw.engines.device_state import device_state
+from kvraw.copying.device_state import device_state
 from kvraw.errors import DriverError, LayoutError, PlacementError
 from kvraw.plain import unusable
 from kvraw.runtime.context import DeviceScope

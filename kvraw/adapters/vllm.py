@@ -13,26 +13,26 @@ import numpy as np
 
 from kvraw.adapters import tensors
 from kvraw.adapters.copies import bound_copies, copy_items
-from kvraw.adapters.found import pending, raise_found
+from kvraw.adapters.deferred_errors import pending, raise_deferred
 from kvraw.adapters.sglang_direct import device_of
 from kvraw.addresses import require_addresses
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.batch import memcpy_batch
 from kvraw.checks import integer
-from kvraw.engines.aside import submit
-from kvraw.engines.bound_copies import BoundCopies
-from kvraw.engines.copy_engine import Descriptors, holder
-from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.given import extremes, join, page_starts
-from kvraw.engines.operands import Operands
-from kvraw.engines.places import Ranges, find_ranges
+from kvraw.copying.bound_copies import BoundCopies
+from kvraw.copying.copy_engine import Descriptors, holder
+from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.copying.given import extremes, join, page_starts
+from kvraw.copying.operands import Operands
+from kvraw.copying.places import Ranges, find_ranges
+from kvraw.copying.plan import CopyPlan, Side
+from kvraw.copying.submission import submit
 from kvraw.errors import BoundsError, DriverError, LayoutError, PlacementError
 from kvraw.plain import require_memory, unusable
-from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.driver import driver
-from kvraw.runtime.register import cuts_with
+from kvraw.runtime.host.registration import cuts_with
 
 __all__ = ["swap_blocks", "swap_blocks_batch"]
 
@@ -146,7 +146,7 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
     if device is not None and swap.kernel is not None:
         stream, state = tensors.current_stream(device), device_state(device)
         if pending(state):
-            raise_found(device, stream)
+            raise_deferred(device, stream)
         found = find_ranges(*swap.places)
         if found.over is not None:
             raise found.over.error(("src", "dst")[found.over.at])
@@ -224,7 +224,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     (device,) = devices
     stream, state = tensors.current_stream(device), device_state(device)
     if pending(state):
-        raise_found(device, stream)
+        raise_deferred(device, stream)
     with DeviceScope(device):
         if not pageable:
             sizes_there = [largest] if least == largest else _kinds(nbytes)

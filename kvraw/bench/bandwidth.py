@@ -9,7 +9,7 @@ from typing import Any
 from kvraw.bench.ceilings import Ceilings
 from kvraw.bench.shapes import Shape
 from kvraw.bench.workload import CPU, DIRECTIONS, GPU, Engine, Workload
-from kvraw.engines.planner import profile_for
+from kvraw.copying.planner import profile_for
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.timing import Pace, host_seconds, stream_seconds
 

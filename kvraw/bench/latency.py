@@ -15,8 +15,8 @@ import numpy as np
 import kvraw
 from kvraw.bench.shapes import BLOCKS, Shape
 from kvraw.bench.workload import CPU, DIRECTIONS, Engine, Workload
-from kvraw.engines import kernel_args as ka
-from kvraw.engines.kernel import copy_kernel
+from kvraw.copying import kernel_args as ka
+from kvraw.copying.kernel import copy_kernel
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.module import ArgumentBlock

@@ -14,8 +14,8 @@ from kvraw.bench.cold import cold_start
 from kvraw.bench.shapes import BLOCKS, DEVICE_SHAPES, SHAPES, Shape
 from kvraw.bench.sustained import sustain
 from kvraw.bench.threads import beside_threads
-from kvraw.engines import cpu
-from kvraw.engines.planner import profile_for
+from kvraw.copying import cpu
+from kvraw.copying.planner import profile_for
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.timing import QUICK, Pace

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from kvraw.layout import CacheLayout, Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
-from kvraw.plan import CopyPlan
+from kvraw.copying.plan import CopyPlan
+from kvraw.layouts.geometry import CacheLayout, Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
 
 __all__ = ["BLOCKS", "DEVICE_SHAPES", "SHAPES", "Shape"]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 import kvraw
 from kvraw.bench.shapes import Shape
-from kvraw.layout import CacheLayout, find_format
+from kvraw.layouts.geometry import CacheLayout, find_format
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.timing import Pace, stream_seconds, wall_seconds

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvraw.cli.progress import progress
-from kvraw.engines import calibrate
+from kvraw.copying import calibrate
 from kvraw.runtime.context import DeviceScope
 
 __all__ = ["rows", "run"]

@@ -20,12 +20,12 @@ import kvraw
 from kvraw import config
 from kvraw.cli.host_memory import host_memory, host_memory_row
 from kvraw.cli.limits import file_text, memory_limits
-from kvraw.engines import cpu
+from kvraw.copying import cpu
 from kvraw.errors import ArtifactError, DriverError, DriverNotFoundError, KvrawError, UnsupportedDriverError
 from kvraw.ptx.loader import manifest, read_ptx
 from kvraw.runtime.cgroup import usable_cores
 from kvraw.runtime.driver import CudaDriver, driver
-from kvraw.runtime.facts import device_node
+from kvraw.runtime.host.backing import device_node
 from kvraw.runtime.module import no_compiler
 from kvraw.runtime.startup import hiding_file, kind_of, loaded_libcuda
 

@@ -7,10 +7,11 @@ import mmap
 from typing import Any
 
 from kvraw.errors import HostMemoryError
-from kvraw.runtime import facts, libc
-from kvraw.runtime.buffer import HostBuffer
-from kvraw.runtime.host_map import HostOptions
-from kvraw.runtime.populate import populate_threads
+from kvraw.runtime.host import backing as facts
+from kvraw.runtime.host import libc
+from kvraw.runtime.host.buffer import HostBuffer
+from kvraw.runtime.host.mapping import HostOptions
+from kvraw.runtime.host.populate import populate_threads
 
 __all__ = ["host_memory", "host_memory_row"]
 

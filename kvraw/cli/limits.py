@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvraw.runtime.cgroup import cgroup_limit
-from kvraw.runtime.facts import file_text
+from kvraw.runtime.host.backing import file_text
 
 __all__ = ["cgroup_limit", "file_text", "memory_limits"]
 

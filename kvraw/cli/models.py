@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 
 __all__ = ["MODELS", "Model"]
 

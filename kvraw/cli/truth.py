@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 
 __all__ = ["CHUNK_TOKENS", "GUARD_BYTES", "UNUSED", "Truth"]
 

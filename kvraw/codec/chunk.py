@@ -27,7 +27,7 @@ from kvraw.codec.streams import (
     scratch_sizes,
     slot_bytes,
 )
-from kvraw.engines.grid import Operation
+from kvraw.copying.launch import Operation
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.stream import stream_handle

@@ -6,13 +6,13 @@ from typing import Any
 
 from kvraw.codec import args, cpu, gpu
 from kvraw.codec.operands import Job
-from kvraw.engines.grid import Launch, Launches, Operation, key_of
+from kvraw.copying.launch import Launch, LaunchCache, Operation, key_of
 from kvraw.runtime.stream import capturing, stream_handle
 
 __all__ = ["decode_into", "encode_into", "prepare", "write_cdf"]
 
 
-_launches = Launches()
+_launches = LaunchCache()
 
 
 def prepare(what: str, flags: int, tensors: tuple[Any, ...]) -> tuple[Launch, Job] | None:

@@ -12,7 +12,7 @@ import numpy as np
 from kvraw.arrays import TensorView, host_bytes
 from kvraw.codec import args
 from kvraw.codec.operands import Job
-from kvraw.engines.cpu import in_parts
+from kvraw.copying.cpu import in_parts
 from kvraw.runtime import fork
 
 __all__ = ["pack", "run_job"]

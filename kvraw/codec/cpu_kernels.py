@@ -14,7 +14,7 @@ import numpy as np
 from numba.core import types
 
 from kvraw.codec import args
-from kvraw.engines import cpu_plain
+from kvraw.copying import cpu_plain
 from kvraw.runtime.jit import jit, primitive
 
 __all__ = ["count", "decode", "encode", "pack"]

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvraw.codec import args
 from kvraw.codec.operands import Job
-from kvraw.engines.grid import Launch, Operation
-from kvraw.engines.kernel_args import divider
+from kvraw.copying.kernel_args import divider
+from kvraw.copying.launch import Launch, Operation
 from kvraw.ptx.loader import read_ptx
 from kvraw.runtime.module import ArgumentBlock, Kernel
 

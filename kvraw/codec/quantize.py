@@ -15,8 +15,8 @@ from kvraw.arrays import TensorView, element_type, host_bytes, require_apart, re
 from kvraw.checks import integer
 from kvraw.codec import args
 from kvraw.codec.operands import MOST_SYMBOLS, common_device, take
-from kvraw.engines.cpu import in_parts
-from kvraw.engines.grid import Launch, Operation
+from kvraw.copying.cpu import in_parts
+from kvraw.copying.launch import Launch, Operation
 from kvraw.errors import BoundsError, KvrawError, LayoutError
 from kvraw.ptx.loader import read_ptx
 from kvraw.runtime import fork

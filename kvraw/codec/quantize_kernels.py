@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.engines.cpu_floats import narrow, widen
+from kvraw.copying.cpu_floats import narrow, widen
 from kvraw.runtime.jit import jit
 
 __all__ = ["dequantize", "quantize"]

@@ -15,8 +15,8 @@ from kvraw.codec.arena import Arena, give_arena, offsets, take_arena
 from kvraw.codec.encoded import Encoded
 from kvraw.codec.limit import new_array
 from kvraw.codec.operands import MOST_SYMBOLS, Job, common_device, take
-from kvraw.engines.device_state import device_state
-from kvraw.engines.grid import Operation
+from kvraw.copying.device_state import device_state
+from kvraw.copying.launch import Operation
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
 from kvraw.errors import LayoutError
-from kvraw.formats import FORMATS, Format
-from kvraw.handed_in import HALVES, HINTS, KV_LAYOUTS, KV_LISTS, LETTERS, PRODUCTS, ROWS
-from kvraw.layout import CacheLayout, Geometry
+from kvraw.layouts.engine_shapes import HALVES, HINTS, KV_LAYOUTS, KV_LISTS, LETTERS, PRODUCTS, ROWS
+from kvraw.layouts.formats import FORMATS, Format
+from kvraw.layouts.geometry import CacheLayout, Geometry
 
 __all__ = ["Hints", "Memory", "Reading", "Spelling", "list_sizes", "one_of", "read"]
 
@@ -73,7 +73,7 @@ class Spelling:
     lists : str
         Outermost first: ``"PL"`` is two levels of lists, or one list with all K first, then all V.
     dims : str
-        As in `kvraw.handed_in.Row.dims`.
+        As in `kvraw.layouts.engine_shapes.Row.dims`.
     form : Format or None
         The format that it is meant as; None: whichever has this order in memory.
     """
@@ -136,8 +136,8 @@ def _split(letter: str, size: int, sizes: dict[str, int], hints: Hints) -> tuple
         return tuple(HINTS[axis] for axis in unknown if axis in HINTS)
     step = prod(known.values())
     if size % step or (not unknown and size != step):
-        told = " * ".join(f"{HINTS[axis]}={value}" for axis, value in known.items())
-        raise LayoutError(f"{LETTERS[letter]} is {size}, must be {'a multiple of ' if unknown else ''}{told}")
+        product = " * ".join(f"{HINTS[axis]}={value}" for axis, value in known.items())
+        raise LayoutError(f"{LETTERS[letter]} is {size}, must be {'a multiple of ' if unknown else ''}{product}")
     sizes.update(known | dict.fromkeys(unknown, size // step))
     return ()
 

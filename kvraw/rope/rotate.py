@@ -23,11 +23,11 @@ from kvraw.arrays import (
     require_writable,
     tensor_view,
 )
-from kvraw.engines.cpu import in_parts
-from kvraw.engines.device_state import DeviceState, Upload, device_state
-from kvraw.engines.grid import Launch, Launches, Operation, key_of
-from kvraw.engines.kernel_args import divider
-from kvraw.engines.operands import require_index
+from kvraw.copying.cpu import in_parts
+from kvraw.copying.device_state import DeviceState, Upload, device_state
+from kvraw.copying.kernel_args import divider
+from kvraw.copying.launch import Launch, LaunchCache, Operation, key_of
+from kvraw.copying.operands import require_index
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.ptx.loader import read_ptx
 from kvraw.rope import args
@@ -52,7 +52,7 @@ _SIZES = {name: size for name, (_, size, _) in _DTYPES.items()}
 _NAMES = ("old_positions", "new_positions")
 Positions = IndexVector | range
 _TENSORS = ("key", *_NAMES, "cache")  # fields of the block that take the addresses of a call's tensors
-_launches = Launches()
+_launches = LaunchCache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +303,12 @@ class Call:
         """The launch for it, which holds no tensor; positions on the host are in `upload`."""
         return _launch(self._rotation, self._positions, self._check, upload)
 
-    def enqueue(self, stream: int, told: Callable[[Exception], None] | None = None) -> Operation:
+    def enqueue(self, stream: int, on_error: Callable[[Exception], None] | None = None) -> Operation:
         """Enqueue it once, with its positions where they are on the host."""
         with DeviceScope(self.device):
             upload = _send(device_state(self.device), self._positions, stream)
             launch = self.launch(upload)
-            launch.told = told
+            launch.on_error = on_error
             return launch.enqueue(stream, (self._rotation, *self._positions), upload)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvraw.errors import DriverError, DriverNotFoundError, ForkError, UnsupportedDriverError
 from kvraw.runtime import fork
-from kvraw.runtime.direct_calls import BatchCopy, PointerAttributes, PointerInfo, Relaxed
+from kvraw.runtime.driver_calls import BatchCopy, PointerAttributes, PointerInfo, Relaxed
 from kvraw.runtime.driver_ctypes import EnqueueCalls
 from kvraw.runtime.startup import hiding_file, meaning
 

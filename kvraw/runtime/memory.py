@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvraw.errors import BoundsError, DriverError, PlacementError
+from kvraw.runtime.closeable import Owner
 from kvraw.runtime.context import DeviceScope, FreshScope, active_device, at_reset, tie
 from kvraw.runtime.driver import CudaDriver, driver, driver_here, driver_if
-from kvraw.runtime.owner import Owner
-from kvraw.runtime.register import Registration as Registration
+from kvraw.runtime.host.registration import Registration as Registration
 
 __all__ = [
     "DeviceBuffer",

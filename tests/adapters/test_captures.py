@@ -12,11 +12,12 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import found, sglang, vllm
+from kvraw.adapters import deferred_errors as found
+from kvraw.adapters import sglang, vllm
 from kvraw.adapters.lmcache import _place
-from kvraw.engines.device_state import device_state
+from kvraw.copying.device_state import device_state
+from kvraw.runtime.completion import Captured
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.inflight import Captured
 from tests.adapters.test_lmcache_blocks import World, call
 from tests.adapters.test_lmcache_groups import Plan
 from tests.emulator.fake_driver import FakeDriver

@@ -12,8 +12,8 @@ import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters import sglang, vllm
 from kvraw.adapters.lmcache import _place
-from kvraw.engines import pointer_tables
-from kvraw.engines.device_state import device_state
+from kvraw.copying import pointer_tables
+from kvraw.copying.device_state import device_state
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.emulator.fake_driver import FakeDriver

@@ -10,7 +10,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import found
+from kvraw.adapters import deferred_errors as found
 from kvraw.adapters.lmcache import _blend_groups, _memo, _paged, _place, _planned
 from kvraw.runtime import driver as driver_module
 from tests.emulator.fake_driver import FakeDriver

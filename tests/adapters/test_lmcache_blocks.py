@@ -233,8 +233,8 @@ def test_padded_blocks(place: int | None) -> None:
     d = describe(3, s)
     where = "cpu" if place is None else place
     tensors = [Tensor(paged.memory, o, (s.nb, s.bs, s.d // 2), 2, (stride // 2, s.d // 2, 1)) for o in paged.offsets]
-    for table, told in ((paged.addresses, stride // 2), (tensors, 0)):
-        d.block_stride_elems = told
+    for table, on_error in ((paged.addresses, stride // 2), (tensors, 0)):
+        d.block_stride_elems = on_error
         ops.multi_layer_block_kv_transfer(table, objects.addresses, ids, where, 1, d, TOKENS, 3, 0)
         paged.check()
         objects.check()

@@ -17,9 +17,10 @@ import pytest
 import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters.lmcache import _host, _memory
-from kvraw.runtime import facts, shm
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
+from kvraw.runtime.host import backing as facts
+from kvraw.runtime.host import shm
 from kvraw.runtime.memory import locate
 from tests.helpers.leaks import segments
 
@@ -118,7 +119,7 @@ def test_shared_segments() -> None:
 START = """
 import os, signal, sys
 import kvraw.adapters.lmcache as ops
-from kvraw.runtime import shm
+from kvraw.runtime.host import shm
 shm.FOLDER = sys.argv[1]
 ptr = ops.alloc_shm_pinned_ptr(1 << 20, sys.argv[2])
 print(os.listdir(shm.FOLDER), flush=True)

@@ -9,7 +9,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import found
+from kvraw.adapters import deferred_errors as found
 from kvraw.adapters.lmcache import _blocks, _memo, _paged
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -57,9 +57,9 @@ def test_tensors_are_known_by_all_that_they_say(at: int, change: str) -> None:
         calls.append(1)
         return len(calls)
 
-    assert [_memo.remembered(group, ("test",), make) for _ in range(2)] == [1, 1]
+    assert [_memo.cached_by_tensors(group, ("test",), make) for _ in range(2)] == [1, 1]
     setattr(group[at], change, {"shape": (2, 3), "_strides": (1, 4), "_offset": 2}[change])
-    assert [_memo.remembered(group, ("test",), make) for _ in range(2)] == [2, 2]
+    assert [_memo.cached_by_tensors(group, ("test",), make) for _ in range(2)] == [2, 2]
 
 
 def test_rows_on_the_device_are_known_as_long_as_their_memory_lives(fake: object) -> None:

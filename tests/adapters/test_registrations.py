@@ -12,11 +12,12 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import copies, found, sglang, sglang_direct, vllm
+from kvraw.adapters import copies, sglang, sglang_direct, vllm
+from kvraw.adapters import deferred_errors as found
 from kvraw.adapters.lmcache import _objects, _place
-from kvraw.engines import pointer_tables
-from kvraw.engines.device_state import device_state
-from kvraw.engines.places import find_ranges
+from kvraw.copying import pointer_tables
+from kvraw.copying.device_state import device_state
+from kvraw.copying.places import find_ranges
 from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.torch_like import Tensor, TorchLike

@@ -10,7 +10,7 @@ import pytest
 
 import kvraw
 from kvraw.adapters import sglang, tensors
-from kvraw.engines import pointer_tables
+from kvraw.copying import pointer_tables
 from tests.helpers.sglang_case import BY_NAME, DST, LAYERS, OPS, SRC, TOKENS, Case, Op
 from tests.helpers.torch_like import Tensor, TorchLike
 

@@ -12,8 +12,8 @@ import pytest
 
 import kvraw
 from kvraw.adapters import sglang
-from kvraw.engines import copy_engine, given
-from kvraw.engines.indexed import IndexedLaunch
+from kvraw.copying import copy_engine, given
+from kvraw.copying.indexed import IndexedLaunch
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.program import Program
 from tests.emulator.fake_driver import FakeDriver

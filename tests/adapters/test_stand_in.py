@@ -71,8 +71,8 @@ def test_a_module_that_is_there(tmp_path: Path, package: str, module: str) -> No
     files = {"lmcache/__init__.py": package, "lmcache/cuda_ops.py": module}
     eager = "assert 'lmcache.cuda_ops' in sys.modules\n" if package != LAZY else ""
     asked = "assert not {'multi_layer_kv_transfer', 'H2D'} & set(native.asked)\n" if module is FORWARDS else ""
-    told = THEIRS.replace("'encode_of_theirs', ", "") if module is FORWARDS else THEIRS
-    run(tmp_path, files, f"{BEFORE}{eager}{CHECK}{told}{asked}{AGAIN}")
+    theirs = THEIRS.replace("'encode_of_theirs', ", "") if module is FORWARDS else THEIRS
+    run(tmp_path, files, f"{BEFORE}{eager}{CHECK}{theirs}{asked}{AGAIN}")
 
 
 @pytest.mark.parametrize(

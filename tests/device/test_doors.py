@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines.bound import BoundCall
-from kvraw.plan import CopyPlan, Side
+from kvraw.copying.bound import BoundCall
+from kvraw.copying.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.helpers.backends import device_ids
@@ -207,7 +207,7 @@ def test_auto_packs_for_long_runs_of_the_host(fake: object, monkeypatch: pytest.
     And so do slots of a tensor of tokens.
     """
     w = Cache(0)
-    monkeypatch.setattr("kvraw.engines.bound_copy.BoundCopy.enqueue", lambda self, s, o, call, choice: choice)
+    monkeypatch.setattr("kvraw.copying.bound_copy.BoundCopy.enqueue", lambda self, s, o, call, choice: choice)
     monkeypatch.setattr("kvraw.cache.require_on_device", lambda *args: None)
     shape = kvraw.Geometry(32, 64, 16, 8, 128, 2)
     step = 64 * 16 * shape.token_bytes // shape.layers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines.device_state import device_state
+from kvraw.copying.device_state import device_state
 from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.backends import device_ids

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from tests.helpers import kv_oracle as oracle
 from tests.helpers.backends import device_ids
 from tests.helpers.torch_like import TorchLike

@@ -12,9 +12,9 @@ import pytest
 import kvraw
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host.mapping import HostOptions
+from kvraw.runtime.host.registration import boundaries
 from kvraw.runtime.memory import locate
-from kvraw.runtime.register import boundaries
 from tests.helpers.world import TOKENS, World
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Launches by ids on the device that are bound: on the emulator and on a GPU, whole buffers compared."""
+"""LaunchCache by ids on the device that are bound: on the emulator and on a GPU, whole buffers compared."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.indexed import IndexedLaunch
-from kvraw.engines.kernel import KernelPlan
-from kvraw.engines.operands import DeviceTable
-from kvraw.plan import CopyPlan, Side
+from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.copying.indexed import IndexedLaunch
+from kvraw.copying.kernel import KernelPlan
+from kvraw.copying.operands import DeviceTable
+from kvraw.copying.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.emulator.fake_driver import FakeDriver
@@ -50,7 +50,7 @@ class World:
             self.launch = IndexedLaunch(
                 self.state, KernelPlan(plan), (tables[0], tables[1]), widths, pinned=[self.pinned]
             )
-        self.told: list[Exception] = []
+        self.on_error: list[Exception] = []
         self.kept: list[Any] = []
 
     def run(self, src: list[int], dst: list[int], scope: bool = True) -> Any:
@@ -59,9 +59,9 @@ class World:
         self.kept += ids
         args = self.w.stream.handle, ids[0].data_ptr(), ids[1].data_ptr(), len(src)
         if not scope:
-            return self.launch.enqueue(*args, told=self.told.append, refs=ids)
+            return self.launch.enqueue(*args, on_error=self.on_error.append, refs=ids)
         with DeviceScope(self.device):
-            return self.launch.enqueue(*args, told=self.told.append, refs=ids)
+            return self.launch.enqueue(*args, on_error=self.on_error.append, refs=ids)
 
     def expect(self, src: list[int], dst: list[int]) -> None:
         self.arrays[1][:, dst] = self.arrays[0][:, src]
@@ -86,7 +86,7 @@ def test_ids_and_counts_that_change(device: int, width: int, table: bool) -> Non
     ):
         assert world.run(src, dst) is not None
         world.expect(src, dst)
-    assert not world.told
+    assert not world.on_error
 
 
 def test_items_that_are_their_own_ids(device: int, width: int) -> None:
@@ -102,7 +102,7 @@ def test_a_bad_id_is_left_out_and_reported(device: int, width: int) -> None:
     done.wait()
     assert isinstance(done.error, kvraw.BoundsError)
     assert str(done.error).startswith(f"src_index[1] is {ROWS}, must be in [0, {ROWS})")
-    assert world.told == [done.error]
+    assert world.on_error == [done.error]
     assert world.run([1], [1]).error is None
 
 

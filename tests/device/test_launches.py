@@ -50,8 +50,8 @@ class TorchLike:
 
 @pytest.fixture
 def place(device: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(coder, "_launches", coder.Launches())
-    monkeypatch.setattr(rotate, "_launches", rotate.Launches())
+    monkeypatch.setattr(coder, "_launches", coder.LaunchCache())
+    monkeypatch.setattr(rotate, "_launches", rotate.LaunchCache())
     where = Place(device)
     yield where
     where.close()

@@ -21,14 +21,14 @@ from kvraw import codec
 from kvraw.adapters.lmcache import _memory, _place, _recorders
 from kvraw.codec import arena
 from kvraw.codec.streams import dense
-from kvraw.engines import kernel_args as ka
-from kvraw.engines.device_state import device_state, drain
+from kvraw.copying import kernel_args as ka
+from kvraw.copying.device_state import device_state, drain
 from kvraw.errors import ClosedError, DriverError, TransferTimeoutError
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from kvraw.runtime import driver as driver_module
+from kvraw.runtime.completion import CompletionQueue
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.inflight import InFlight
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.backends import device_ids
 from tests.helpers.world import World
@@ -137,7 +137,7 @@ def test_memory_that_a_lost_operation_may_use_is_not_handed_out(fake: FakeDriver
 
 
 def test_the_books_are_looked_through_while_others_enqueue(fake: FakeDriver) -> None:
-    books = InFlight()
+    books = CompletionQueue()
     with DeviceScope(0), kvraw.Stream(0) as stream:
         begun = [books.begin(stream.handle) for _ in range(3)]
 

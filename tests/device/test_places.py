@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kvraw
 from kvraw.adapters import vllm
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from kvraw.runtime import driver as driver_module
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -236,8 +236,8 @@ def test_memory_of_our_own_is_not_taken_for_theirs(fake: FakeDriver, monkeypatch
     address = ctypes.addressof(ctypes.c_char.from_buffer(keep))
     with DeviceScope(0):
         fake.host_register(address, 1 << 20)
-    monkeypatch.setattr("kvraw.runtime.libc.map_anonymous", lambda *a, **k: address)
-    monkeypatch.setattr("kvraw.runtime.libc.unmap", lambda *a: None)
+    monkeypatch.setattr("kvraw.runtime.host.libc.map_anonymous", lambda *a, **k: address)
+    monkeypatch.setattr("kvraw.runtime.host.libc.unmap", lambda *a: None)
     with pytest.raises(kvraw.DriverError, match=r"ALREADY_REGISTERED.*pinned host memory"):
         kvraw.HostPool(1 << 20, device=0)
     with DeviceScope(0):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines import given, places
-from kvraw.engines.places import find_ranges
+from kvraw.copying import given, places
+from kvraw.copying.places import find_ranges
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import PinnedBuffer
 from tests.emulator.fake_driver import FakeDriver

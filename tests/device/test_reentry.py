@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines.device_state import device_state, drain
-from kvraw.engines.kernel import KernelPlan
+from kvraw.copying.device_state import device_state, drain
+from kvraw.copying.kernel import KernelPlan
 from kvraw.errors import ClosedError, DriverError
+from kvraw.runtime.completion import Completion, CompletionQueue
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.inflight import Completion, InFlight
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.backends import device_ids
 from tests.helpers.world import World
@@ -24,7 +24,7 @@ class Thing:
     """Something that an operation borrows."""
 
 
-def operation(books: InFlight, stream: int, refs: object) -> Completion:
+def operation(books: CompletionQueue, stream: int, refs: object) -> Completion:
     begun = books.begin(stream)
     begun.enqueued.append(stream)
     return begun.commit(refs)
@@ -32,7 +32,7 @@ def operation(books: InFlight, stream: int, refs: object) -> Completion:
 
 def test_a_finalizer_that_settles_operations(fake: FakeDriver) -> None:
     with DeviceScope(0), kvraw.Stream(0) as stream, kvraw.Stream(0) as other, kvraw.DeviceBuffer(64, 0) as memory:
-        books = InFlight()
+        books = CompletionQueue()
         first, second = Thing(), Thing()
         weakref.finalize(first, books.reap, 8)
         kept = weakref.ref(second)
@@ -89,14 +89,14 @@ def test_a_pool_that_is_closed_before_it_is_borrowed(fake: FakeDriver, monkeypat
     world = World(0)
     pool = kvraw.HostPool(1 << 20, device=0)
     chunks = pool.chunks(1, world.cache.chunk_bytes(16))
-    real = InFlight.begin
+    real = CompletionQueue.begin
 
-    def begin(self: InFlight, stream: int, *, captured: bool = False) -> object:
+    def begin(self: CompletionQueue, stream: int, *, captured: bool = False) -> object:
         monkeypatch.undo()
         pool.close()  # another thread, between the checks and the enqueueing
         return real(self, stream, captured=captured)
 
-    monkeypatch.setattr(InFlight, "begin", begin)
+    monkeypatch.setattr(CompletionQueue, "begin", begin)
     with pytest.raises(ClosedError):
         kvraw.store(world.cache, chunks, [1, 2], stream=world.stream)
     world.close()
@@ -110,7 +110,7 @@ def test_no_room_for_staging_slots(fake: FakeDriver) -> None:
         plan(world.chunks, np.arange(24), stream=world.stream)
     fake.fail("mem_alloc", 1, "CUDA_ERROR_OUT_OF_MEMORY")
     with DeviceScope(0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvraw.engines.chooser.best", lambda seconds: max(seconds))  # "staged", of the names
+        patch.setattr("kvraw.copying.chooser.best", lambda seconds: max(seconds))  # "staged", of the names
         transfer = kvraw.TransferPlan(world.cache, "store", chunk_tokens=16)(
             world.chunks, np.arange(24), stream=world.stream
         )

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines import chooser
-from kvraw.engines.planner import Profile
-from kvraw.engines.repeat import RepeatedCalls
+from kvraw.copying import chooser
+from kvraw.copying.planner import Profile
+from kvraw.copying.repeat import RepeatedCalls
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.program import Program
 from tests.emulator.fake_driver import FakeDriver

@@ -10,8 +10,8 @@ from kvraw import codec
 from kvraw.adapters import sglang_direct, vllm
 from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _planned, _utilities
 from kvraw.codec import arena
-from kvraw.engines import places, pointer_tables
-from kvraw.engines.device_state import device_state
+from kvraw.copying import places, pointer_tables
+from kvraw.copying.device_state import device_state
 from kvraw.runtime import memory
 from kvraw.runtime.context import DeviceScope
 from tests.device.test_launches import TorchLike

@@ -10,9 +10,9 @@ import pytest
 import kvraw
 from kvraw.arrays import IndexVector
 from kvraw.cache import PagedCache
-from kvraw.engines import staged
-from kvraw.formats import FORMATS
-from kvraw.layout import CacheLayout, Geometry
+from kvraw.copying import staged
+from kvraw.layouts.formats import FORMATS
+from kvraw.layouts.geometry import CacheLayout, Geometry
 from tests.helpers.memory import Laid, numbers
 from tests.helpers.oracle import PAGED, Shape, move
 from tests.helpers.staging import own_slots

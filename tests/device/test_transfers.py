@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from kvraw.runtime.context import DeviceScope, current_device
 from kvraw.runtime.driver import driver
 from tests.helpers.backends import device_ids

@@ -11,7 +11,7 @@ import pytest
 import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters import sglang, tensors
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.adapters import test_lmcache_blocks as lmcache

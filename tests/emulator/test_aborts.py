@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines.arena import StagingArena, StagingRing
-from kvraw.engines.device_state import device_state
+from kvraw.copying.device_state import device_state
+from kvraw.copying.staging_ring import StagingRing, StagingRings
 from kvraw.errors import DriverError
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from kvraw.runtime import driver as driver_module
+from kvraw.runtime.completion import CompletionQueue
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.inflight import InFlight
 from tests.emulator.fake_driver import FakeDriver
 from tests.emulator.fake_streams import _Ticket
 from tests.helpers.backends import device_ids
@@ -72,7 +72,7 @@ def ready(name: str, patch: pytest.MonkeyPatch) -> Iterator[tuple[FakeDriver, Wo
     before = driver_module.install(fake)  # type: ignore[arg-type]
     try:
         with DeviceScope(0):
-            device_state(0).arena = StagingArena(0)
+            device_state(0).arena = StagingRings(0)
         world, call = CALLS[name]()
         call().wait()
         settle(fake, world)
@@ -132,7 +132,7 @@ def test_a_stream_that_stands_still_does_not_hold_up_the_books() -> None:
     before = driver_module.install(fake)  # type: ignore[arg-type]
     try:
         with DeviceScope(0), kvraw.Stream(0) as still, kvraw.Stream(0) as other:
-            books, never = InFlight(), _Ticket()
+            books, never = CompletionQueue(), _Ticket()
             fake._push(still.handle, "wait", lambda: None, never)
             stuck = [books.begin(still.handle).commit(None) for _ in range(3)]
             for _ in range(300):

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvraw.adapters import found
+from kvraw.adapters import deferred_errors as found
 from kvraw.adapters.lmcache import _codec
 from kvraw.codec import coder, gpu, quantize
-from kvraw.engines import grid
-from kvraw.engines.board import Ticket
+from kvraw.copying import launch as grid
+from kvraw.copying.status_words import StatusSlot
 from kvraw.ptx import build
 from kvraw.rope import rotate
 from kvraw.runtime import driver as driver_module
@@ -281,19 +281,19 @@ def addresses_of_the_first_call(patch: Patch) -> None:
 
 
 def status_not_cleared(patch: Patch) -> None:
-    def read(self: Ticket) -> Exception | None:
+    def read(self: StatusSlot) -> Exception | None:
         where, value = self._words[self._at], self._words[self._at + 1]
         error = self.finder.found(where, value, self.origin) if where else None
-        if error is not None and self.told is not None:
-            self.told(error)
+        if error is not None and self.on_error is not None:
+            self.on_error(error)
         return error
 
-    def give_back(self: Ticket) -> None:
-        self.completion = self.told = None
+    def give_back(self: StatusSlot) -> None:
+        self.completion = self.on_error = None
         self._free.append(self)
 
-    patch.setattr(Ticket, "read", read)
-    patch.setattr(Ticket, "give_back", give_back)
+    patch.setattr(StatusSlot, "read", read)
+    patch.setattr(StatusSlot, "give_back", give_back)
 
 
 def alignment_left_out(patch: Patch) -> None:

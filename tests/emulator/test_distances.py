@@ -11,7 +11,7 @@ import pytest
 import kvraw
 from kvraw.errors import DriverError
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host.mapping import HostOptions
 from kvraw.runtime.memory import locate, locate_all
 from tests.emulator.fake_driver import FakeDriver
 

@@ -13,7 +13,7 @@ import kvraw
 from kvraw import codec
 from kvraw.codec.streams import dense
 from kvraw.errors import DriverError
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from kvraw.rope import rerotate_keys
 from kvraw.runtime import driver as driver_module
 from tests.emulator.fake_driver import FakeDriver

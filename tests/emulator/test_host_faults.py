@@ -14,9 +14,11 @@ import pytest
 
 import kvraw
 from kvraw.errors import DriverError
-from kvraw.runtime import facts, libc, populate, register
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host import backing as facts
+from kvraw.runtime.host import libc, populate
+from kvraw.runtime.host import registration as register
+from kvraw.runtime.host.mapping import HostOptions
 from kvraw.runtime.memory import locate
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.leaks import nothing_left
@@ -339,7 +341,7 @@ import os, sys, warnings
 warnings.simplefilter("ignore")
 import kvraw
 from kvraw.runtime import driver
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host.mapping import HostOptions
 from tests.emulator.fake_driver import FakeDriver
 driver.install(FakeDriver())
 pools = [kvraw.HostPool(1 << 22, device=0, options=HostOptions(kind=k)) for k in ("anonymous", "shared", "pinned")]

@@ -11,8 +11,8 @@ import pytest
 
 import kvraw
 from kvraw.errors import DriverError
-from kvraw.runtime import populate
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host import populate
+from kvraw.runtime.host.mapping import HostOptions
 from tests.emulator.fake_driver import FakeDriver
 
 MIB = 1 << 20

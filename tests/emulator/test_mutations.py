@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvraw.engines import kernel as kernel_module
-from kvraw.engines import kernel_args as ka
-from kvraw.engines.board import Board
-from kvraw.engines.device_state import DeviceState
+from kvraw.copying import kernel as kernel_module
+from kvraw.copying import kernel_args as ka
+from kvraw.copying.device_state import DeviceState
+from kvraw.copying.status_words import StatusPages
 from kvraw.ptx import loader
 from kvraw.runtime import driver as driver_module
-from kvraw.runtime.inflight import Completion
+from kvraw.runtime.completion import Completion
+from kvraw.runtime.host.pool import HostPool
 from kvraw.runtime.memory import PinnedBuffer
-from kvraw.runtime.pool import HostPool
 from tests.conformance.test_conformance import CASES, CHOSEN, check
 from tests.device import test_transfers
 from tests.emulator.fake_driver import FakeDriver
@@ -128,15 +128,15 @@ def upload_given_back_early(patch: Patch) -> None:
 
 
 def status_not_cleared(patch: Patch) -> None:
-    real = Board.take
+    real = StatusPages.take
 
-    def take(self: Board, *args: Any, **more: Any) -> int:
+    def take(self: StatusPages, *args: Any, **more: Any) -> int:
         address = real(self, *args, **more)
         (ticket,) = [t for t in self._tickets if t.address == address]
         ticket._words[ticket._at] = 3
         return address
 
-    patch.setattr(Board, "take", take)
+    patch.setattr(StatusPages, "take", take)
 
 
 def host_address_for_device(patch: Patch) -> None:
@@ -150,7 +150,7 @@ def host_address_for_device(patch: Patch) -> None:
 
 
 def upload_not_sent(patch: Patch) -> None:
-    from kvraw.engines.device_state import Upload
+    from kvraw.copying.device_state import Upload
 
     patch.setattr(Upload, "send", lambda self, count, stream: None)
 

@@ -98,7 +98,7 @@ def test_the_test_command_is_what_ci_runs() -> None:
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=named)
 def test_files_that_are_named_are_there(page: Path) -> None:
-    """Paths such as `kvraw/plan.py`: in a map that is out of date nobody finds the way."""
+    """Paths such as `kvraw/copying/plan.py`: in a map that is out of date nobody finds the way."""
     paths = re.findall(r"`((?:kvraw|tests|docs|benchmarks|examples|\.ci)/[\w./]*)`", page.read_text())
     assert [path for path in paths if not (ROOT / path).exists()] == []
 

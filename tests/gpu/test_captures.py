@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from tests.helpers.backends import device_ids
 from tests.helpers.world import World
 

@@ -13,7 +13,7 @@ import pytest
 import kvraw
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host.mapping import HostOptions
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -23,7 +23,7 @@ def test_no_context_on_any_gpu(gpu: int) -> None:
     code = """
 import kvraw
 from kvraw.runtime.driver import driver
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host.mapping import HostOptions
 d = driver()
 for kind in ("anonymous", "shared", "huge-2MiB"):
     for pin in (None, False):
@@ -152,7 +152,7 @@ def test_the_interpreter_ends_with_work_under_way(gpu: int) -> None:
 import kvraw
 from kvraw.runtime.driver import driver
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host.mapping import HostOptions
 pool = kvraw.HostPool(8 << 30, device=0, options=HostOptions(grow=True, step_bytes=256 << 20))
 shared = kvraw.HostPool(1 << 26, device=0, options=HostOptions(kind="shared"))
 (chunk,) = shared.chunks(1, 1 << 26)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines import kernel_args as ka
-from kvraw.engines.kernel import copy_kernel, launch_shape
+from kvraw.copying import kernel_args as ka
+from kvraw.copying.kernel import copy_kernel, launch_shape
+from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import BoundsError, DriverError
-from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.module import ArgumentBlock

@@ -246,7 +246,7 @@ import numpy as np, kvraw
 from kvraw.runtime.driver import driver
 from kvraw.runtime.context import DeviceScope
 w = kvraw.Stream(0)
-from kvraw.plan import CopyPlan, Side
+from kvraw.copying.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
 bad = np.array([1 << 12], np.uint64)
 side = Side(outer=0)

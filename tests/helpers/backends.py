@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 import kvraw
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from tests.helpers.cases import Case, Laid
 
 Result = tuple[np.ndarray, np.ndarray]

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 
 from kvraw.arrays import index_vector
-from kvraw.engines.copy_engine import describe
-from kvraw.engines.operands import Operands
-from kvraw.layout import CacheLayout, Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
-from kvraw.plan import CopyPlan
+from kvraw.copying.copy_engine import describe
+from kvraw.copying.operands import Operands
+from kvraw.copying.plan import CopyPlan
+from kvraw.layouts.geometry import CacheLayout, Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
 from tests.helpers.cases import Case
 
 __all__ = ["VIEWS", "one_of_each", "staging_slot"]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.runtime.direct_calls import Relaxed
 from kvraw.runtime.driver import CudaDriver
+from kvraw.runtime.driver_calls import Relaxed
 from kvraw.runtime.driver_ctypes import EnqueueCalls
 
 INT, LONG = ctypes.c_int, ctypes.c_uint64

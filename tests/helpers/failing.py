@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from kvraw.runtime import libc
+from kvraw.runtime.host import libc
 
 
 def fails(number: int, nth: int = 1) -> Callable[..., int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kvraw.discovery import Discovery
+from kvraw.layouts.discovery import Discovery
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from kvraw.runtime import shm
-from kvraw.runtime.register import registered_bytes
+from kvraw.runtime.host import shm
+from kvraw.runtime.host.registration import registered_bytes
 
 _WRITABLE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvraw.runtime import shm
+from kvraw.runtime.host import shm
 
 SHM = Path(f"/dev/shm/kvraw-tests-{os.getpid()}-{secrets.token_hex(4)}")
 
@@ -21,8 +21,8 @@ SHM = Path(f"/dev/shm/kvraw-tests-{os.getpid()}-{secrets.token_hex(4)}")
 START = f"""
 import os, signal, sys, threading, time
 import kvraw
-from kvraw.runtime import shm
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host import shm
+from kvraw.runtime.host.mapping import HostOptions
 shm.FOLDER = {str(SHM)!r}
 """
 START += """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvraw.engines.arena import StagingArena
-from kvraw.engines.device_state import device_state
+from kvraw.copying.device_state import device_state
+from kvraw.copying.staging_ring import StagingRings
 from kvraw.runtime.context import DeviceScope
 
 
@@ -13,4 +13,4 @@ def own_slots(monkeypatch: pytest.MonkeyPatch, device: int, nbytes: int | str) -
     """Slots of so many bytes until the test is over."""
     monkeypatch.setenv("KVRAW_STAGING_SLOT", str(nbytes))
     with DeviceScope(device):
-        monkeypatch.setattr(device_state(device), "arena", StagingArena(device))
+        monkeypatch.setattr(device_state(device), "arena", StagingRings(device))

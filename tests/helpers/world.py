@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import kvraw
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 

@@ -47,7 +47,7 @@ sets[0] &= ~(1 << 1)
 assert libc.capset(header, sets) == 0
 """
 KERNELS_NOT_CACHED = """
-from kvraw.engines.cpu_kernels import copy_items
+from kvraw.copying.cpu_kernels import copy_items
 assert copy_items.stats.cache_path is None, copy_items.stats.cache_path
 """
 NO_NUMBA = """

@@ -306,7 +306,7 @@ def test_threads_that_fill_it_at_once(base: Path) -> None:
 
 REAL = """
 import numpy as np, kvraw
-from kvraw.engines.cpu_kernels import copy_batch
+from kvraw.copying.cpu_kernels import copy_batch
 a, b = np.arange(4096, dtype=np.uint8), np.zeros(4096, np.uint8)
 kvraw.memcpy_batch([b.ctypes.data], [a.ctypes.data], [4096])
 assert (a == b).all()
@@ -343,7 +343,7 @@ assert not jit_cache.unsaved
 
 
 def test_programs_and_descriptors_are_kept_in_the_same_place(tmp_path: Path) -> None:
-    script = "import kvraw.engines.copy_engine, kvraw.runtime.program" + ALL
+    script = "import kvraw.copying.copy_engine, kvraw.runtime.program" + ALL
     environ = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     written = []
     for _ in range(2):
@@ -359,7 +359,7 @@ def test_programs_and_descriptors_are_kept_in_the_same_place(tmp_path: Path) -> 
 def test_the_sources_that_count() -> None:
     """A kernel is out of date when any module is altered that it takes something from."""
     from kvraw.codec import cpu_kernels as codec_kernels
-    from kvraw.engines import descriptors_numba
+    from kvraw.copying import descriptors_numba
     from kvraw.rope import cpu_kernels as rope_kernels
     from kvraw.runtime import program_numba
 

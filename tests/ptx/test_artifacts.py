@@ -14,7 +14,7 @@ import pytest
 
 import kvraw.ptx
 from kvraw.codec import args as codec_args
-from kvraw.engines import kernel_args as ka
+from kvraw.copying import kernel_args as ka
 from kvraw.errors import ArtifactError
 from kvraw.ptx import build, loader
 from kvraw.rope import args as rope_args

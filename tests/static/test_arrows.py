@@ -20,45 +20,45 @@ ALLOWED = {
     "kvraw.errors": "",
     "kvraw.checks": "",
     "kvraw.config": "",
-    "kvraw.formats": "errors",
-    "kvraw.plan": "errors",
+    "kvraw.layouts.formats": "errors",
+    "kvraw.copying.plan": "errors",
     "kvraw.addresses": "errors",
     "kvraw.plain": "",
     "kvraw.arrays": "errors plain",
-    "kvraw.layout": "errors checks formats plan",
-    "kvraw.discovery": "errors formats handed_in plan layout layouts",
-    "kvraw.layouts": "errors formats handed_in layout layouts",
-    "kvraw.handed_in": "errors formats",
+    "kvraw.layouts.geometry": "errors checks layouts copying.plan",
+    "kvraw.layouts.discovery": "errors layouts copying.plan",
+    "kvraw.layouts": "errors layouts",
+    "kvraw.layouts.engine_shapes": "errors layouts",
     "kvraw.ptx": "errors ptx",
     "kvraw.runtime": "errors addresses checks config runtime",
-    "kvraw.engines": "errors config arrays plan layout runtime ptx engines",
-    "kvraw.codec": "errors checks config arrays runtime ptx engines codec",
-    "kvraw.rope": "errors config arrays runtime ptx engines rope",
+    "kvraw.copying": "errors config arrays layouts runtime ptx copying",
+    "kvraw.codec": "errors checks config arrays runtime ptx copying codec",
+    "kvraw.rope": "errors config arrays runtime ptx copying rope",
     "kvraw.pages": "arrays",
-    "kvraw.cache": "errors addresses checks formats arrays layout discovery runtime",
+    "kvraw.cache": "errors addresses checks layouts arrays runtime",
     "kvraw.chunks": "errors addresses arrays cache runtime",
-    "kvraw.batch": "errors addresses arrays cache runtime engines",
-    "kvraw.prepared": "errors checks config arrays plan cache runtime engines",
-    "kvraw.layerwise": "plan engines prepared",
-    "kvraw.transfer_plan": "errors checks config formats arrays layout cache chunks runtime engines",
+    "kvraw.batch": "errors addresses arrays cache runtime copying",
+    "kvraw.prepared": "errors checks config arrays cache runtime copying",
+    "kvraw.layerwise": "copying prepared",
+    "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks runtime copying",
     "kvraw.transfer": "errors cache chunks runtime transfer_plan",
-    "kvraw.host_kv_pool": "errors checks arrays layout plan cache pages runtime engines prepared layerwise",
+    "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared layerwise",
     "kvraw.adapters": (
-        "errors addresses checks config formats plain arrays layout discovery plan runtime engines codec rope "
+        "errors addresses checks config layouts plain arrays runtime copying codec rope "
         "cache batch prepared transfer transfer_plan adapters"
     ),
-    "kvraw.bench": "layout plan runtime engines bench",
-    "kvraw.cli": "__version__ errors config layout ptx runtime engines bench cli",
+    "kvraw.bench": "layouts runtime copying bench",
+    "kvraw.cli": "__version__ errors config layouts ptx runtime copying bench cli",
     "kvraw.__main__": "cli",
 }
 # Rooms that may use the package as its users do.
 USERS = ("kvraw.bench", "kvraw.cli", "kvraw.adapters")
 # Imported on first use of the CPU engine only.
 NUMBA = (
-    "kvraw.engines.cpu_kernels",
-    "kvraw.engines.cpu_floats",
-    "kvraw.engines.descriptors_numba",
-    "kvraw.engines.given_numba",
+    "kvraw.copying.cpu_kernels",
+    "kvraw.copying.cpu_floats",
+    "kvraw.copying.descriptors_numba",
+    "kvraw.copying.given_numba",
     "kvraw.codec.cpu_kernels",
     "kvraw.codec.quantize_kernels",
     "kvraw.rope.cpu_kernels",
@@ -110,7 +110,7 @@ def broken(module: str, imported: str) -> str | None:
             return f"{module} imports {imported}; {room} may import {', '.join(allowed) or 'nothing'} of kvraw"
     for target, users in ONLY_FOR.items():
         if within(imported, target) and not any(within(module, user) for user in users):
-            return f"{module} imports {imported}; only {', '.join(users) or 'nobody'} may"
+            return f"{module} imports {imported}; only {', '.join(users) or 'discard'} may"
     return None
 
 
@@ -163,10 +163,8 @@ def test_no_import_circles() -> None:
 
 def test_a_circle_is_seen() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    source = (
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import kvraw.plan\ndef f():\n    import kvraw.cache"
-    )
-    assert needed_by(source, "kvraw.layout", False) == {"kvraw.cache"}
+    source = "if TYPE_CHECKING:\n    import kvraw.copying.plan\ndef f():\n    import kvraw.cache"
+    assert needed_by(source, "kvraw.layouts.geometry", False) == {"kvraw.cache"}
 
 
 def test_one_module_knows_the_bindings() -> None:
@@ -188,18 +186,18 @@ def test_only_the_package_imports_by_name() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("kvraw.runtime.pool", "def f():\n    from kvraw.engines import cpu"),
-        ("kvraw.runtime.pool", "from ..plan import Side"),
-        ("kvraw.runtime.pool", "import kvraw"),
+        ("kvraw.runtime.host.pool", "def f():\n    from kvraw.copying import cpu"),
+        ("kvraw.runtime.host.pool", "from ...copying.plan import Side"),
+        ("kvraw.runtime.host.pool", "import kvraw"),
         ("kvraw.errors", "from kvraw import config"),
-        ("kvraw.layout", "from kvraw.runtime.driver import driver"),
-        ("kvraw.engines.cpu", "if True:\n    import kvraw.transfer"),
-        ("kvraw.codec.gpu", "from kvraw.plan import CopyPlan"),
+        ("kvraw.layouts.geometry", "from kvraw.runtime.driver import driver"),
+        ("kvraw.copying.cpu", "if True:\n    import kvraw.transfer"),
+        ("kvraw.codec.gpu", "from kvraw.layouts.geometry import CacheLayout"),
         ("kvraw.codec.cpu", "import numba"),
         ("kvraw.rope.rotate", "from kvraw.codec import cpu"),
-        ("kvraw.engines.grid", "from kvraw.codec.args import CODEC"),
+        ("kvraw.copying.launch", "from kvraw.codec.args import CODEC"),
         ("kvraw.transfer", "import torch.cuda"),
-        ("kvraw.cache", "from kvraw.engines import cpu"),
+        ("kvraw.cache", "from kvraw.copying import cpu"),
         ("kvraw.layerwise", "import kvraw.host_kv_pool"),
         ("kvraw.transfer", "import kvraw.adapters.vllm"),
         ("kvraw.transfer", "from kvraw import cli"),
@@ -213,8 +211,8 @@ def test_a_broken_arrow_is_seen(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("kvraw.runtime.pool", "from . import driver\nfrom kvraw.errors import ClosedError\nimport os"),
-        ("kvraw.engines.cpu", "from kvraw import config\nfrom kvraw.engines import operands"),
+        ("kvraw.runtime.host.pool", "from . import driver\nfrom kvraw.errors import ClosedError\nimport os"),
+        ("kvraw.copying.cpu", "from kvraw import config\nfrom kvraw.copying import operands"),
         ("kvraw.adapters.vllm", "from kvraw.adapters import common\nimport kvraw.transfer"),
     ],
 )

@@ -15,7 +15,7 @@ from kvraw.bench.shapes import DEVICE_SHAPES, SHAPES, Shape
 from kvraw.bench.workload import Engine, Workload
 from kvraw.cli.main import main
 from kvraw.cli.models import MODELS
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 from kvraw.runtime.timing import QUICK, Pace
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.cli import clear_variables

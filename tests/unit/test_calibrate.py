@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvraw.cli.main import main
-from kvraw.engines import calibrate
-from kvraw.engines.planner import BUILT_IN, DIRECTIONS, ENGINES, Profile, profile_for, profile_path
+from kvraw.copying import calibrate
+from kvraw.copying.planner import BUILT_IN, DIRECTIONS, ENGINES, Profile, profile_for, profile_path
 from kvraw.errors import DriverNotFoundError
 from kvraw.runtime.timing import QUICK
 from tests.emulator.fake_driver import FakeDriver

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvraw.engines import cpu
-from kvraw.runtime import cgroup, populate
+from kvraw.copying import cpu
+from kvraw.runtime import cgroup
+from kvraw.runtime.host import populate
 
 
 @pytest.fixture

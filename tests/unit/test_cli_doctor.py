@@ -80,7 +80,7 @@ def test_doctor_where_memory_is_refused(
 
     for call in ("map_anonymous", "map_file", "bind", "advise"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"kvraw.runtime.libc.{call}", refused)
+            patch.setattr(f"kvraw.runtime.host.libc.{call}", refused)
             main(["doctor"])
         assert "host memory" in capsys.readouterr().out
 

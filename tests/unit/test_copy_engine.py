@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import kvraw
 from kvraw.arrays import IndexVector
-from kvraw.engines import copy_engine, reference
-from kvraw.engines.copy_engine import Descriptors
-from kvraw.engines.operands import Operands
+from kvraw.copying import copy_engine, reference
+from kvraw.copying.copy_engine import Descriptors
+from kvraw.copying.operands import Operands
 from kvraw.errors import DriverError
-from kvraw.layout import CacheLayout, Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
-from kvraw.runtime import register
+from kvraw.layouts.geometry import CacheLayout, Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
 from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.host import registration as register
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.profile import examples
 from tests.helpers.world import World

@@ -10,7 +10,7 @@ import numba
 import pytest
 from numba.core import types
 
-from kvraw.engines import cpu_kernels
+from kvraw.copying import cpu_kernels
 
 U64, I64 = types.Array(types.uint64, 1, "C"), types.int64
 VECTOR, TABLE = types.Array(I64, 1, "C"), types.Array(I64, 2, "C")

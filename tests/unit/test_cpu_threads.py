@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.engines import cpu
+from kvraw.copying import cpu
 
 SIZE = 4 << 20
 

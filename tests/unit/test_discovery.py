@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvraw.discovery import discover
 from kvraw.errors import LayoutError
-from kvraw.formats import FORMATS, HOST_LAYOUTS
-from kvraw.handed_in import ROWS
+from kvraw.layouts.discovery import discover
+from kvraw.layouts.engine_shapes import ROWS
+from kvraw.layouts.formats import FORMATS, HOST_LAYOUTS
 from tests.helpers.handed_in import (
     CASES,
     Built,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvraw.discovery import discover
 from kvraw.errors import LayoutError
-from kvraw.formats import Format
+from kvraw.layouts.discovery import discover
+from kvraw.layouts.formats import Format
 from tests.helpers.handed_in import (
     FakeView,
     orders,
@@ -259,10 +259,10 @@ def test_the_hint_that_an_error_names_settles_it(shape: list[int], order: list[i
     except LayoutError as error:
         _, found, advice = str(error).partition("To settle it pass ")
         for hint, value in re.findall(r"(\w+)=(\d+|'[\w/]+')", advice):
-            told = int(value) if value.isdigit() else value.strip("'")
-            layout = discover([view_of(array)] * n, engine=engine, **{hint: told}).layout
+            on_error = int(value) if value.isdigit() else value.strip("'")
+            layout = discover([view_of(array)] * n, engine=engine, **{hint: on_error}).layout
             if hint == "format":
-                assert layout.format.number == told
+                assert layout.format.number == on_error
         assert not found or "=" in advice
 
 

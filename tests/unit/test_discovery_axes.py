@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.discovery import discover
 from kvraw.errors import LayoutError
-from kvraw.formats import VLLM_LAYOUTS
-from kvraw.layout import find_format
+from kvraw.layouts.discovery import discover
+from kvraw.layouts.formats import VLLM_LAYOUTS
+from kvraw.layouts.geometry import find_format
 from tests.helpers.handed_in import FakeView, view_of
 
 L, B, H, N, C = 3, 5, 4, 6, 8

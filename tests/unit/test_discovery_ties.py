@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvraw.discovery import discover
 from kvraw.errors import LayoutError
+from kvraw.layouts.discovery import discover
 from tests.helpers.handed_in import (
     CASES,
     HND,

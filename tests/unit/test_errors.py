@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.layout import Geometry
+from kvraw.layouts.geometry import Geometry
 
 G = Geometry(layers=2, blocks=6, block_size=4, heads=2, head_size=8, element_size=2)
 
@@ -352,8 +352,8 @@ def test_errors_come_back_from_another_process(error: Exception) -> None:
         assert type(other) is type(error)
         assert str(other) == str(error)
         if isinstance(error, kvraw.DriverError):
-            told = (error.name, error.code, error.call, error.index)
-            assert (other.name, other.code, other.call, other.index) == told
+            on_error = (error.name, error.code, error.call, error.index)
+            assert (other.name, other.code, other.call, other.index) == on_error
 
 
 def test_one_chunk_is_no_row(world: World) -> None:

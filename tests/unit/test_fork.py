@@ -16,7 +16,7 @@ import pytest
 
 import kvraw
 from kvraw.adapters.lmcache import _recorders
-from kvraw.engines import cpu
+from kvraw.copying import cpu
 from kvraw.runtime import fork
 
 ROOT = Path(__file__).parents[2]
@@ -186,14 +186,14 @@ def test_a_child_of_a_change_that_was_under_way(torn: str) -> None:
 
 
 def pool_wait(pool: kvraw.HostPool, chunk: kvraw.HostChunk) -> object:
-    from kvraw.runtime.pool import _Wait
+    from kvraw.runtime.host.pool import _Wait
 
     return _Wait(pool._arena.grant_of(chunk.address - pool.address), ())
 
 
 def test_forks_are_seen_to_in_one_place() -> None:
     """No lock but those of `fork`, or of what lives no longer than a call; no other hook."""
-    allowed = {"kvraw.runtime.fork", "kvraw.runtime.populate"}
+    allowed = {"kvraw.runtime.fork", "kvraw.runtime.host.populate"}
     for path in (ROOT / "kvraw").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvraw
-from kvraw.engines import given as module
-from kvraw.engines.copy_engine import Descriptors
+from kvraw.copying import given as module
+from kvraw.copying.copy_engine import Descriptors
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.runtime import facts, host_map, libc, populate, shm
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host import backing as facts
+from kvraw.runtime.host import libc, populate, shm
+from kvraw.runtime.host import mapping as host_map
+from kvraw.runtime.host.mapping import HostOptions
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.failing import failing_advice, fails
 from tests.helpers.leaks import nothing_left
@@ -304,7 +306,7 @@ def test_views_keep_the_memory() -> None:
 
 
 def test_no_pinned_memory_without_a_gpu(monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("kvraw.runtime.buffer.gpu_at_hand", lambda: False)
+    monkeypatch.setattr("kvraw.runtime.host.buffer.gpu_at_hand", lambda: False)
     monkeypatch.setattr("kvraw.runtime.context.gpu_at_hand", lambda: False)
     with kvraw.HostPool(SIZE, options=HostOptions(kind="pinned")) as pool:
         assert pool.info()["kind"] == "anonymous"
@@ -339,7 +341,7 @@ def test_facts(tmp_path: object) -> None:
     ids=["growing", "exit function", "daemon thread"],
 )
 def test_the_interpreter_ends(code: str) -> None:
-    start = "import kvraw\nfrom kvraw.runtime.host_map import HostOptions\n"
+    start = "import kvraw\nfrom kvraw.runtime.host.mapping import HostOptions\n"
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", start + code], capture_output=True, text=True, timeout=60

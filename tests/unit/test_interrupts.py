@@ -14,10 +14,11 @@ import pytest
 
 import kvraw
 from kvraw import host_kv_pool, pages
-from kvraw.runtime import inuse, suballoc
-from kvraw.runtime import pool as pool_module
-from kvraw.runtime.facts import HostFacts
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host import pool as pool_module
+from kvraw.runtime.host import suballoc
+from kvraw.runtime.host import usage as inuse
+from kvraw.runtime.host.backing import BackingInfo
+from kvraw.runtime.host.mapping import HostOptions
 
 FILES = {m.__file__ for m in (inuse, pool_module, suballoc, pages, host_kv_pool)}
 PAGE = 4096
@@ -111,7 +112,7 @@ def whole(pool: kvraw.HostPool, chunks: list[kvraw.HostChunk]) -> None:
 
 def make() -> tuple[kvraw.HostPool, list[kvraw.HostChunk]]:
     pool = kvraw.HostPool(32 * PAGE, pin=False, options=HostOptions(populate=False))
-    pool._facts = HostFacts()  # or `info` would read all of /proc/self/smaps each time
+    pool._facts = BackingInfo()  # or `info` would read all of /proc/self/smaps each time
     kept, gone = pool.chunks(3, 2 * PAGE), pool.chunks(4, PAGE)
     pool.free([gone[1], gone[3]])
     return pool, [*kept, gone[0], gone[2]]

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvraw
-from kvraw.engines.kernel import _arrangement, launch_shape
-from kvraw.engines.kernel_args import WORDS, divider
+from kvraw.copying.kernel import _arrangement, launch_shape
+from kvraw.copying.kernel_args import WORDS, divider
+from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import LayoutError
-from kvraw.layout import Geometry
-from kvraw.plan import CopyPlan, Side
+from kvraw.layouts.geometry import Geometry
 from tests.helpers.profile import examples
 
 strides = st.integers(0, 6).map(lambda k: k * 8) | st.integers(0, 400)

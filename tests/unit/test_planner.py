@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvraw.arrays import IndexVector
-from kvraw.engines.addresses import AddressTable
-from kvraw.engines.bound_copy import BoundCopy, _joined
-from kvraw.engines.call import Call as BoundCall
-from kvraw.engines.device_state import device_state
-from kvraw.engines.planner import (
+from kvraw.copying.addresses import AddressTable
+from kvraw.copying.bound_copy import BoundCopy, _joined
+from kvraw.copying.call import Call as BoundCall
+from kvraw.copying.device_state import device_state
+from kvraw.copying.plan import CopyPlan, Side
+from kvraw.copying.planner import (
     BUILT_IN,
     DIRECTIONS,
     ENGINES,
@@ -33,7 +34,6 @@ from kvraw.engines.planner import (
     profile_path,
 )
 from kvraw.errors import PlacementError
-from kvraw.plan import CopyPlan, Side
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import install
 from tests.emulator.fake_driver import FakeDriver
@@ -217,7 +217,7 @@ class Call:
 
 @pytest.fixture(autouse=True)
 def built_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvraw.engines.chooser.profile_for", lambda device: BUILT_IN)
+    monkeypatch.setattr("kvraw.copying.chooser.profile_for", lambda device: BUILT_IN)
 
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -333,7 +333,7 @@ def test_the_fastest_is_chosen_whatever_the_figures(profile: Profile, run: int, 
     before = install(fake)  # type: ignore[arg-type]
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvraw.engines.chooser.profile_for", lambda device: profile)
+            patch.setattr("kvraw.copying.chooser.profile_for", lambda device: profile)
             call = Call(run, 4, 64, direction)
             seconds = {e: profile.seconds(e, direction, run, 64 * run * 4) for e in ENGINES}
             choice = call.choose()

@@ -9,8 +9,9 @@ import threading
 import pytest
 
 import kvraw
-from kvraw.runtime import facts, libc, populate
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host import backing as facts
+from kvraw.runtime.host import libc, populate
+from kvraw.runtime.host.mapping import HostOptions
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.failing import failing_advice
 from tests.helpers.leaks import nothing_left

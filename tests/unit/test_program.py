@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvraw.engines import kernel_args as ka
-from kvraw.engines.operands import check_distinct, check_host_index
+from kvraw.copying import kernel_args as ka
+from kvraw.copying.operands import check_distinct, check_host_index
+from kvraw.copying.plan import Side
 from kvraw.errors import BoundsError, DriverError
-from kvraw.plan import Side
 from kvraw.runtime.program import IDS, IDS_COUNT, Commands, Program, warm_up
 from tests.helpers.driver_calls import Recorder, address_of
 from tests.helpers.profile import examples

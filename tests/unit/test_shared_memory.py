@@ -10,8 +10,8 @@ import stat
 import pytest
 
 import kvraw
-from kvraw.runtime import libc, shm
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host import libc, shm
+from kvraw.runtime.host.mapping import HostOptions
 from tests.helpers.leaks import nothing_left
 from tests.helpers.segments import SHM, Child, folder, names
 

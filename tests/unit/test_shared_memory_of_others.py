@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host.mapping import HostOptions
 from tests.helpers.segments import SHM, Child, folder, left_by, names
 
 SIZE = 64 << 20
@@ -51,8 +51,8 @@ def test_sigterm_ends_an_owner_at_once_and_the_next_sweeps(code: str) -> None:
 MULTIPROCESSING = """
 import multiprocessing, os, sys
 import kvraw
-from kvraw.runtime import shm
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host import shm
+from kvraw.runtime.host.mapping import HostOptions
 
 def work(folder, how, name, names):
     global pool

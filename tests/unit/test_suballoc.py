@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.runtime.suballoc import Arena
+from kvraw.runtime.host.suballoc import Arena
 
 PAGE = 4096
 PAGES = 256

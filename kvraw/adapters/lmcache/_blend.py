@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvraw.adapters.found import raise_pending, sink_for
+from kvraw.adapters.deferred_errors import error_sink, raise_pending
 from kvraw.adapters.lmcache._blend_groups import Group, address_of, group_of
 from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host
 from kvraw.adapters.lmcache._place import current_stream, device_index
 from kvraw.adapters.lmcache._planned import Stage, enqueue_stage, pieces, stages
 from kvraw.adapters.lmcache._types import ArgumentError, CBGroupSpec, StagingCopy
 from kvraw.arrays import I64, U64
-from kvraw.engines.device_state import DeviceState, device_state
+from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.inflight import Operation
 
 __all__ = ["execute_cb_retrieve_plan_flat"]
 
@@ -256,7 +256,7 @@ def _enqueue(state: DeviceState, operation: Operation, steps: list[_Step], align
     d, stream = state.owner, operation.stream
     own = stream if capturing else state.side_stream("load").handle
     operation.enqueued += {stream, own}
-    told = sink_for(state.device, capturing)
+    on_error = error_sink(state.device, capturing)
 
     def event_behind(on: int) -> int:
         event = state.books.take_event()
@@ -276,6 +276,6 @@ def _enqueue(state: DeviceState, operation: Operation, steps: list[_Step], align
         if own != stream and step.staging:
             d.stream_wait_event(stream, event_behind(own))
         for one in step.work:
-            one.enqueue(state, operation, capturing, told)
+            one.enqueue(state, operation, capturing, on_error)
         if own != stream and number in waited:
             over[number] = event_behind(stream)

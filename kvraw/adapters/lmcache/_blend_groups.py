@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvraw.adapters.found import Sink
+from kvraw.adapters.deferred_errors import Sink
 from kvraw.adapters.lmcache._blend_wide import WideTurn
 from kvraw.adapters.lmcache._objects import object_side, reach
 from kvraw.adapters.lmcache._paged import INDEXER, PLANES, Part, from_pointers
@@ -18,16 +18,16 @@ from kvraw.adapters.lmcache._slots import counts_of
 from kvraw.adapters.lmcache._types import ArgumentError, CBGroupSpec, format_of
 from kvraw.addresses import require_address, require_addresses
 from kvraw.arrays import TensorView
-from kvraw.engines.device_state import DeviceState
-from kvraw.engines.grid import Launch
+from kvraw.copying.device_state import DeviceState
+from kvraw.copying.launch import Launch
 from kvraw.errors import LayoutError, PlacementError
-from kvraw.formats import FORMATS
+from kvraw.layouts.formats import FORMATS
 from kvraw.plain import require_memory
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.rope.rotate import Call, rerotate_keys
+from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import at_reset
 from kvraw.runtime.driver import driver
-from kvraw.runtime.inflight import Operation
 
 __all__ = ["Ends", "Group", "address_of", "group_of"]
 
@@ -139,7 +139,7 @@ class _Turn:
     def __init__(self, launch: Launch, values: tuple[int, int, int]) -> None:
         self._launch, self._values = launch, values
 
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, told: Sink) -> None:
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, on_error: Sink) -> None:
         """Enqueue it on the operation's stream, as an operation of its own; the device's context is current."""
         self._launch.start(operation.stream, (), capturing, values=self._values)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters.found import Sink
+from kvraw.adapters.deferred_errors import Sink
 from kvraw.arrays import TensorView
-from kvraw.engines.device_state import DeviceState
-from kvraw.engines.grid import Launch
+from kvraw.copying.device_state import DeviceState
+from kvraw.copying.launch import Launch
 from kvraw.rope.rotate import rerotate_keys
-from kvraw.runtime.inflight import Operation
+from kvraw.runtime.completion import Operation
 
 __all__ = ["WideTurn"]
 
@@ -89,7 +89,7 @@ class WideTurn:
         rerotate_keys(view, *positions, self._cache, neox=self._neox, dtype=self._types[1])
         keys.copy_(wide)
 
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, told: Sink) -> None:
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, on_error: Sink) -> None:
         """Enqueue it on the operation's stream, which is torch's current one; the device's context is current."""
         keys, wide, view = self._widened()
         self._launch_for(view).start(operation.stream, (), capturing, values=(view.address, self._old, self._new))

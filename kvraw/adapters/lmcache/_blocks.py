@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvraw import config
-from kvraw.adapters.found import pending, raise_found, teller
+from kvraw.adapters.deferred_errors import pending, pending_of, raise_deferred
 from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._launch import Copies
-from kvraw.adapters.lmcache._memo import remembered
+from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._objects import object_side, reach
 from kvraw.adapters.lmcache._pageable import StandIns, pageable, require_no_capture
 from kvraw.adapters.lmcache._paged import (
@@ -29,9 +29,9 @@ from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import IndexVector, is_pointer, tensor_view
 from kvraw.cache import PagedCache
-from kvraw.engines.device_state import DeviceState, device_state
+from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.errors import BoundsError, LayoutError, PlacementError
-from kvraw.formats import FORMATS
+from kvraw.layouts.formats import FORMATS
 from kvraw.plain import odd, unusable
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
@@ -214,7 +214,7 @@ class Blocks:
             assert row is not None
             return self._copies.run(row, ids, skip, ids.count - skip, stream, captured, waited=waited)
         unseen = device is not None and ids.host is None and not waited
-        done = self._plan(places, ids, skip=skip, stream=stream, on_error=teller(device) if unseen else None)
+        done = self._plan(places, ids, skip=skip, stream=stream, on_error=pending_of(device) if unseen else None)
         if device is not None and not captured:
             self._learn_pinned(places, device)
         return done
@@ -278,8 +278,8 @@ class Blocks:
         assert self._plan is not None
         repeated = self._plan.repeated
         assert repeated is not None
-        told = None if there is None else teller(device)
-        repeated.enqueue(state, (addresses, seen), index, skip, stream, told, self._plan.cache)
+        on_error = None if there is None else pending_of(device)
+        repeated.enqueue(state, (addresses, seen), index, skip, stream, on_error, self._plan.cache)
         return True
 
     def _learn_pinned(self, places: list[int], device: int) -> None:
@@ -295,7 +295,7 @@ class Blocks:
             if self._open and self._repeat(objects, block_ids, skip, device, stream):
                 return
         ids = ids_of("block_ids", block_ids, device, len(objects) * self.per_object, objects)
-        captured = device is not None and stream is not None and raise_found(device, stream)
+        captured = device is not None and stream is not None and raise_deferred(device, stream)
         if ids.count <= skip or not len(objects):
             return
         places, known = self._places(objects)
@@ -385,7 +385,7 @@ def multi_layer_block_kv_transfer(
 
     if d.element_size > 0:
         counts = d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size, getattr(d, "block_stride_elems", 0)
-        blocks = remembered(paged_buffer_ptrs_tensor, ("blocks", to_host, number, where, tokens, counts), make)
+        blocks = cached_by_tensors(paged_buffer_ptrs_tensor, ("blocks", to_host, number, where, tokens, counts), make)
     else:
         blocks = make()
     blocks.move(lmcache_objects_ptrs, block_ids, max(int(skip_prefix_n_blocks), 0))

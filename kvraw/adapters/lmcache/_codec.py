@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from kvraw.adapters.found import raise_found, teller
+from kvraw.adapters.deferred_errors import pending_of, raise_deferred
 from kvraw.adapters.tensors import current_stream
 from kvraw.codec import args
 from kvraw.codec.coder import prepare
-from kvraw.engines.grid import Launch, Launches, key_of
+from kvraw.copying.launch import Launch, LaunchCache, key_of
 from kvraw.errors import LayoutError
 from kvraw.rope.rotate import Call, launch_key
 
@@ -22,7 +22,7 @@ __all__ = [
     "rotary_embedding_k_fused_strided",
 ]
 
-_launches = Launches()
+_launches = LaunchCache()
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def _start(launch: Launch, tensors: tuple[Any, ...]) -> None:
     """Launch on the caller's stream, after raising what earlier calls left behind."""
     device = launch.device
     stream = current_stream(device)
-    launch.start(stream, tensors, raise_found(device, stream))
+    launch.start(stream, tensors, raise_deferred(device, stream))
 
 
 def _code(what: str, flags: int, tensors: tuple[Any, ...]) -> None:
@@ -48,7 +48,7 @@ def _code(what: str, flags: int, tensors: tuple[Any, ...]) -> None:
         if made is None:
             return
         launch = made[0]
-        launch.told = teller(launch.device)
+        launch.on_error = pending_of(launch.device)
         _launches.put(key, launch)
     _start(launch, tensors)
 
@@ -125,10 +125,10 @@ def rotary_embedding_k_fused_strided(
             return
         if call.on_host:
             stream = current_stream(call.device)
-            raise_found(call.device, stream)
-            call.enqueue(stream, teller(call.device))
+            raise_deferred(call.device, stream)
+            call.enqueue(stream, pending_of(call.device))
             return
         launch = call.launch()
-        launch.told = teller(launch.device)
+        launch.on_error = pending_of(launch.device)
         _launches.put(found, launch)
     _start(launch, tensors)

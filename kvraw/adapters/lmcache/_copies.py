@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvraw.adapters.found import raise_pending
+from kvraw.adapters.deferred_errors import raise_pending
 from kvraw.adapters.lmcache._place import current_stream
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, number
 from kvraw.addresses import FIRST, require_address
 from kvraw.arrays import U64, is_pointer
-from kvraw.engines import cpu
-from kvraw.engines.device_state import device_state
+from kvraw.copying import cpu
+from kvraw.copying.device_state import device_state
 from kvraw.errors import BoundsError
 from kvraw.plain import require_memory
 from kvraw.runtime.context import DeviceScope

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters.found import raise_pending
+from kvraw.adapters.deferred_errors import raise_pending
 from kvraw.adapters.lmcache._copies import check_alignment, check_range
 from kvraw.adapters.lmcache._objects import object_side
 from kvraw.adapters.lmcache._paged import Counts, Paged, from_pointers
@@ -21,15 +21,15 @@ from kvraw.adapters.lmcache._types import (
     format_of,
 )
 from kvraw.arrays import U64, index_vector, pointer_vector
-from kvraw.engines import copy_engine, cpu
-from kvraw.engines.aside import in_order
-from kvraw.engines.device_state import device_state
-from kvraw.engines.operands import Operands, check_host_index
+from kvraw.copying import copy_engine, cpu
+from kvraw.copying.device_state import device_state
+from kvraw.copying.operands import Operands, check_host_index
+from kvraw.copying.submission import submit_as_one
 from kvraw.errors import BoundsError
-from kvraw.formats import FORMATS
+from kvraw.layouts.formats import FORMATS
+from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver_or_none
-from kvraw.runtime.inflight import Operation
 from kvraw.runtime.memory import locate_all
 
 __all__ = ["batch_memcpy_supported", "direct_copy_format_supported", "execute_direct_copy_transfer"]
@@ -149,4 +149,4 @@ def execute_direct_copy_transfer(
             for d in work:
                 copy_engine.enqueue(d, operation.stream, capturing=capturing, pageable=pageable)
 
-        in_order(state, stream, enqueue, pageable=pageable)
+        submit_as_one(state, stream, enqueue, pageable=pageable)

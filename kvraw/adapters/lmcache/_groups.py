@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvraw.adapters.found import pending, raise_pending, sink_for, teller
+from kvraw.adapters.deferred_errors import error_sink, pending, pending_of, raise_pending
 from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host, cuts
 from kvraw.adapters.lmcache._objects import object_side, reach
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
@@ -23,9 +23,9 @@ from kvraw.adapters.lmcache._types import (
     format_of,
 )
 from kvraw.addresses import FIRST, TOP
-from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.indexed import IndexedLaunch
-from kvraw.engines.steps import BoundSteps
+from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.copying.indexed import IndexedLaunch
+from kvraw.copying.steps import BoundSteps
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.driver import driver
@@ -228,7 +228,7 @@ class _Repeats:
             program = self._programs[key] = BoundSteps(
                 state, [one for one in launches if one is not None], order, not to_host, len(asked) // 2
             )
-        return program.enqueue(current_stream(device), asked, copies, jobs, teller(device)) is not None
+        return program.enqueue(current_stream(device), asked, copies, jobs, pending_of(device)) is not None
 
 
 _repeats = _Repeats()
@@ -272,11 +272,11 @@ def execute_object_group_transfer(
         session = session_id if phase_timing_enabled else None
         work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
         operation = state.books.begin(stream, captured=capturing)
-        told = sink_for(where, capturing)
+        on_error = error_sink(where, capturing)
         try:
             for one in work:
                 if type(one) is not tuple:
-                    one.enqueue(state, operation, capturing, told)
+                    one.enqueue(state, operation, capturing, on_error)
                     continue
                 if not operation.enqueued:
                     operation.enqueued.append(stream)
@@ -313,7 +313,7 @@ def _plan(
                 raise ArgumentError(f"group_idx is {at}, must be in [0, {len(groups)})")
             launches += _launches(groups[at], ends[at], specs[at], launch)
         if session is not None and device is not None:
-            told = to_host, device, sum(stage[2] for stage in staging), session
-            launches, staging = Phase.around(launches, KERNEL, *told), Phase.around(staging, STAGING, *told)
+            on_error = to_host, device, sum(stage[2] for stage in staging), session
+            launches, staging = Phase.around(launches, KERNEL, *on_error), Phase.around(staging, STAGING, *on_error)
         work += launches + staging if to_host else staging + launches
     return work

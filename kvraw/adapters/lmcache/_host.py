@@ -8,8 +8,9 @@ import logging
 import os
 
 from kvraw.errors import HostMemoryError
-from kvraw.runtime import facts, libc, shm
-from kvraw.runtime.populate import Populator, populate_threads
+from kvraw.runtime.host import backing as facts
+from kvraw.runtime.host import libc, shm
+from kvraw.runtime.host.populate import Populator, populate_threads
 
 __all__ = ["HUGE_PAGE", "bind", "create_shared", "map_memory", "populate", "unmap"]
 

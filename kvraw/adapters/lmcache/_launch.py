@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvraw.adapters.found import nobody, pending, teller
+from kvraw.adapters.deferred_errors import discard, pending, pending_of
 from kvraw.arrays import U64, IndexVector
-from kvraw.engines.device_state import DeviceState, device_state
-from kvraw.engines.indexed import IndexedLaunch
-from kvraw.engines.operands import Operands, check_host_index, require_index
+from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.copying.indexed import IndexedLaunch
+from kvraw.copying.operands import Operands, check_host_index, require_index
 from kvraw.errors import BoundsError
 from kvraw.prepared import Copy, PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
@@ -95,7 +95,7 @@ class Copies:
             first=first,
             bases=bases,
             memory=memory,
-            told=teller(state.device),
+            on_error=pending_of(state.device),
             refs=refs,
         )
         return done is not None
@@ -187,8 +187,17 @@ class Copies:
                     side = copy.plan.src if self.to_host else copy.plan.dst
                     check_host_index(self.index, ids.host[: first + count], side, first)
                 src, dst = (cache, flat) if self.to_host else (flat, cache)
-                told = (teller(device) if copy is last else nobody) if unseen else None
+                on_error = (pending_of(device) if copy is last else discard) if unseen else None
                 done = copy.launch(
-                    state, src, dst, count, stream, first=first, link=row.link, captured=captured, told=told, refs=ids
+                    state,
+                    src,
+                    dst,
+                    count,
+                    stream,
+                    first=first,
+                    link=row.link,
+                    captured=captured,
+                    on_error=on_error,
+                    refs=ids,
                 )
         return done

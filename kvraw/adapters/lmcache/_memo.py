@@ -12,7 +12,7 @@ import numpy as np
 from kvraw.runtime import fork
 from kvraw.runtime.context import at_reset
 
-__all__ = ["remembered"]
+__all__ = ["cached_by_tensors"]
 
 _MOST = 256
 
@@ -38,7 +38,7 @@ def _keep(key: tuple[object, ...], state: object, tensors: list[Any], value: obj
         _known[key] = state, refs, value
 
 
-def remembered(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
+def cached_by_tensors(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:
     """What `make` made of an argument and a key before, or makes now.
 
     Parameters

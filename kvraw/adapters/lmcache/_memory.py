@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from kvraw.adapters.lmcache import _host
 from kvraw.adapters.lmcache._place import this_device
-from kvraw.engines import device_state
+from kvraw.copying import device_state
 from kvraw.errors import BoundsError, DriverError, KvrawError
 from kvraw.runtime import fork
 from kvraw.runtime.driver import driver_or_none, usable_here
-from kvraw.runtime.host_map import HostOptions
+from kvraw.runtime.host.mapping import HostOptions
+from kvraw.runtime.host.pool import HostPool
+from kvraw.runtime.host.registration import is_registered
 from kvraw.runtime.memory import Registration
-from kvraw.runtime.pool import HostPool
-from kvraw.runtime.register import is_registered
 
 __all__ = [
     "alloc_hugepage_pinned_numa_ptr",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvraw.cache import require_host
+from kvraw.copying.plan import Side
 from kvraw.errors import PlacementError
-from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import locate_all

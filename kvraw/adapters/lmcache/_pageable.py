@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvraw.arrays import TensorView
-from kvraw.engines import cpu
+from kvraw.copying import cpu
 from kvraw.errors import PlacementError
 from kvraw.runtime import fork
 from kvraw.runtime.context import at_reset

@@ -12,15 +12,15 @@ import numpy as np
 
 from kvraw import config
 from kvraw.adapters.lmcache._launch import Copies
-from kvraw.adapters.lmcache._memo import remembered
+from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._types import ArgumentError
 from kvraw.arrays import U64, is_pointer, pointer_vector
 from kvraw.cache import require_host
+from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import PlacementError
-from kvraw.formats import FORMATS
-from kvraw.layout import CacheLayout, Geometry
+from kvraw.layouts.formats import FORMATS
+from kvraw.layouts.geometry import CacheLayout, Geometry
 from kvraw.plain import require_memory, require_plain
-from kvraw.plan import CopyPlan, Side
 from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope, at_reset
@@ -258,8 +258,8 @@ def from_pointers(number: int, addresses: U64, c: Counts, kv_size: int, device: 
     return interned((number, addresses.tobytes(), c, kv_size, device), make)
 
 
-# Axes that tensors of each format may have, letters as in `kvraw.formats`, D a token's row where there is no H; S is
-# blocks * block_size, 2 and 1 are axes of that size.
+# Axes that tensors of each format may have, letters as in `kvraw.layouts.formats`, D a token's row where there
+# is no H; S is blocks * block_size, 2 and 1 are axes of that size.
 _DIMS: dict[int, tuple[str, ...]] = {
     0: ("BLPTHD", "BLPTD"), 1: ("PBTHD", "PSHD", "PBTD", "PSD"), 2: ("BPTHD", "BPTD"), 3: ("BTD", "BT1D", "SD"),
     4: ("SHD", "BTHD", "BTD", "SD"), 5: ("S1D", "BTD", "BT1D", "SD"), 6: ("PBHTD",), 7: ("BPHTD",), 8: ("BLPHTD",),
@@ -396,7 +396,7 @@ def _host_table(tensor: Any) -> U64:
     if len(tensor.shape) != 1 or str(tensor.dtype) not in ("torch.int64", "torch.uint64"):
         raise TypeError(f"a table of addresses has shape {tuple(tensor.shape)} and {tensor.dtype}, must be 1-D int64")
     require_memory("the table of addresses", tensor)
-    found: U64 = remembered(tensor, ("table",), lambda: tensor.detach().cpu().numpy().view(np.uint64))
+    found: U64 = cached_by_tensors(tensor, ("table",), lambda: tensor.detach().cpu().numpy().view(np.uint64))
     return found
 
 

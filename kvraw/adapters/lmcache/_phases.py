@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvraw.adapters.found import Sink
+from kvraw.adapters.deferred_errors import Sink
 from kvraw.adapters.lmcache._recorders import Recorder
-from kvraw.engines.device_state import DeviceState
+from kvraw.copying.device_state import DeviceState
 from kvraw.runtime import fork
-from kvraw.runtime.inflight import Operation
+from kvraw.runtime.completion import Operation
 
 __all__ = ["KERNEL", "STAGING", "Phase", "pop_completed_phase_timings"]
 
@@ -47,7 +47,7 @@ class Phase:
         span = _Span(phase, to_host, device, nbytes, session)
         return [cls(span, False), *work, cls(span, True)]
 
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, told: Sink) -> None:
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, on_error: Sink) -> None:
         """Note the point that the operation's stream is at; replays of a capture are not timed."""
         if not capturing:
             # One clock for both ends: two measurements of it differ by more than a short part takes.

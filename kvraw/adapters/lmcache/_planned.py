@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvraw.adapters.found import Sink
+from kvraw.adapters.deferred_errors import Sink
 from kvraw.adapters.lmcache._copies import check_range, enqueue_split
 from kvraw.adapters.lmcache._ids import host_ids
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.addresses import FIRST, TOP, require_address
 from kvraw.arrays import ASK_DRIVER, U64, IndexVector
 from kvraw.cache import require_host
-from kvraw.engines.device_state import DeviceState
-from kvraw.engines.operands import Operands, check_host_index, require_index
+from kvraw.copying.device_state import DeviceState
+from kvraw.copying.operands import Operands, check_host_index, require_index
 from kvraw.errors import PlacementError
 from kvraw.prepared import DeviceTable, PreparedCopy, Reached
+from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import at_reset
 from kvraw.runtime.driver import driver
-from kvraw.runtime.inflight import Operation
 from kvraw.runtime.memory import PinnedBuffer, locate_all
 
 if TYPE_CHECKING:
@@ -105,9 +105,11 @@ class _Launch:
     def __init__(self, copy: PreparedCopy, ends: tuple[Operands, Operands], first: int, count: int, link: bool) -> None:
         self._copy, self._ends, self._first, self._count, self._link = copy, ends, first, count, link
 
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, told: Sink) -> None:
+    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, on_error: Sink) -> None:
         """Enqueue it as a part of an operation; the device's context is current."""
-        self._copy.enqueue_kernel(state, operation, *self._ends, self._first, self._count, link=self._link, told=told)
+        self._copy.enqueue_kernel(
+            state, operation, *self._ends, self._first, self._count, link=self._link, on_error=on_error
+        )
 
 
 def pieces(

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvraw.adapters.found import raise_found
+from kvraw.adapters.deferred_errors import raise_deferred
 from kvraw.adapters.lmcache._ids import ids_of, ids_on
-from kvraw.adapters.lmcache._memo import remembered
+from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._pageable import StandIns, require_no_capture
 from kvraw.adapters.lmcache._paged import (
     INDEXER,
@@ -24,10 +24,10 @@ from kvraw.adapters.lmcache._paged import (
 from kvraw.adapters.lmcache._place import current_stream, device_index, tensor_device
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla, way_of
 from kvraw.arrays import U64
+from kvraw.copying.plan import Side
 from kvraw.errors import BoundsError, PlacementError
-from kvraw.formats import FORMATS
+from kvraw.layouts.formats import FORMATS
 from kvraw.plain import odd, require_plain, unusable
-from kvraw.plan import Side
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import Where, locate, pinned_at
@@ -132,7 +132,7 @@ class _Rows:
             stream = current_stream(device)
             if self._repeat(tensor, offset, slots, skip, device, stream):
                 return
-        captured = device is not None and stream is not None and raise_found(device, stream)
+        captured = device is not None and stream is not None and raise_deferred(device, stream)
         ids = ids_of("slot_mapping", slots, device, keep=tensor)
         if ids.count < self.count:
             raise BoundsError(f"slot_mapping has {ids.count} slots for {self.count} tokens")
@@ -292,7 +292,7 @@ def multi_layer_kv_transfer(
 
     sizes = page_buffer_size, block_size, head_size, block_stride_elems
     key = ("slots", number, device, *sizes, kv_size, layers, hidden, element)
-    paged = remembered(key_value_ptrs, key, make)
+    paged = cached_by_tensors(key_value_ptrs, key, make)
     rows = _rows(paged, to_host, key_value, token=2, plane=0, layer=1)
     rows.move(key_value, 0, slot_mapping, max(int(skip_prefix_n_tokens), 0))
 
@@ -334,7 +334,7 @@ def single_layer_kv_transfer(
             raise ArgumentError(f"Unsupported EngineKVFormat {number}: a layer of it is no single tensor")
         return from_tensors(number, tensor, 1, planes, tensor_device(tensor), hidden)
 
-    paged = remembered(tensor, ("layer", number, planes, hidden), make)
+    paged = cached_by_tensors(tensor, ("layer", number, planes, hidden), make)
     _one_layer(lmc, paged, to_host, token_major).move(lmc, 0, slot_mapping)
 
 

@@ -14,8 +14,8 @@ from kvraw.adapters.lmcache._paged import Paged, Part, from_tensors
 from kvraw.adapters.lmcache._place import tensor_device
 from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
 from kvraw.arrays import pointer_vector, tensor_view
-from kvraw.discovery import discover
-from kvraw.formats import FORMATS
+from kvraw.layouts.discovery import discover
+from kvraw.layouts.formats import FORMATS
 from kvraw.plain import require_memory
 from kvraw.runtime import fork
 from kvraw.runtime.context import at_reset
@@ -67,8 +67,8 @@ def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_
     number = None if engine_kv_format is None else format_of(engine_kv_format)
     for t in flat:
         require_memory("kv_caches", t)
-    told = tuple((t.data_ptr(), tensor_device(t), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
-    key = (told, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
+    on_error = tuple((t.data_ptr(), tensor_device(t), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
+    key = (on_error, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
     found = _known.get(key)
     if found is None:
         found = _read(tensors, flat[0], hints, number)

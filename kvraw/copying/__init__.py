@@ -1,0 +1,1 @@
+"""Copies: plans, what carries them out, and the choice among it."""

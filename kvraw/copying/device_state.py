@@ -1,0 +1,144 @@
+"""What the GPU engines keep per device: operations in flight, status words and buffers for large tables."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from kvraw.arrays import U64
+from kvraw.copying.staging_ring import StagingRings
+from kvraw.copying.status_words import StatusPages
+from kvraw.runtime import fork
+from kvraw.runtime.completion import CompletionQueue
+from kvraw.runtime.context import DeviceScope, generation, reset_error, tie
+from kvraw.runtime.driver import CudaDriver, driver
+from kvraw.runtime.host.registration import cut_list
+from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
+from kvraw.runtime.stream import Stream
+
+__all__ = ["DeviceState", "Upload", "device_state", "drain"]
+
+
+def _words(buffer: PinnedBuffer, count: int) -> U64:
+    array = np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(buffer.address))
+    return array.view(np.uint64)
+
+
+class Upload:
+    """A pinned buffer and a device buffer of one size: a table goes through them without a pageable copy."""
+
+    __slots__ = ("_pinned", "device", "words")
+
+    def __init__(self, words: int, device: int) -> None:
+        self._pinned = PinnedBuffer(words * 8, device)
+        self.device = DeviceBuffer(words * 8, device)
+        self.words = _words(self._pinned, words)
+
+    def fetch(self, address: int, nbytes: int, stream: int) -> None:
+        """Enqueue the copy of device memory to the first words on the host."""
+        driver().memcpy_pinned_async(self._pinned.address, address, nbytes, stream)
+
+    def send(self, count: int, stream: int) -> None:
+        """Enqueue the copy of the first `count` words to the device."""
+        driver().memcpy_pinned_async(self.device.address, self._pinned.address, count * 8, stream)
+
+
+class DeviceState:
+    """State of one device, shared by all plans; its context is current in every call."""
+
+    def __init__(self, device: int) -> None:
+        self.owner = d = driver()
+        self.device = device
+        self.books = CompletionQueue()
+        self.board = StatusPages(device)
+        self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")
+        self.arena = StagingRings(device)
+        # What adapters made ready for this device, by a name of theirs: it ends with the context.
+        self.bound: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
+        self.noted: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
+        self._lock = fork.lock()
+        self._side: dict[str, Stream] = {}
+        self._uploads: dict[int, list[Upload]] = defaultdict(list)
+        self.generation = generation(device)
+        self.lost = False  # the context was reset
+        self.cuts = cut_list(d)
+        tie(self)
+
+    def context_lost(self) -> None:
+        """Nothing of it can be used again: the next call makes another."""
+        self.lost = True
+        with _lock:
+            states = _states(self.owner)
+            if states.get(self.device) is self:
+                del states[self.device]
+        self.books.lose(reset_error(self.device, "the transfer's work"))
+
+    def note(self, stream: int) -> None:
+        """Have `drain` wait for what a stream was given so far, which is on nobody's books."""
+        event = self.noted.get(stream)
+        if event is None:
+            event = self.noted[stream] = self.books.take_event()
+        self.owner.event_record(event, stream)
+
+    def side_stream(self, direction: str) -> Stream:
+        """The stream of our own for transfers of a direction that are not to run on the caller's."""
+        with self._lock:
+            if direction not in self._side:
+                self._side[direction] = Stream(self.device)
+            return self._side[direction]
+
+    def get_ready(self, events: int, uploads: tuple[int, ...]) -> None:
+        """Make events, upload buffers of these words, and status words, ahead of their use."""
+        made = [self.books.take_event() for _ in range(events)]
+        for event in made:
+            self.books.give_event(event)
+        for upload in [self.take_upload(words) for words in uploads]:
+            self.give_upload(upload)
+        self.board.get_ready()
+        for direction in ("store", "load", "copy"):
+            self.side_stream(direction)
+
+    def take_upload(self, words: int) -> Upload:
+        """Buffers for at least this many words, to be given back with `give_upload`."""
+        size = max(1024, 1 << (words - 1).bit_length())
+        with self._lock:
+            if self._uploads[size]:
+                return self._uploads[size].pop()
+        return Upload(size, self.device)
+
+    def give_upload(self, upload: Upload) -> Exception | None:
+        """Take buffers back that no copy or kernel uses any more."""
+        with self._lock:
+            self._uploads[len(upload.words)].append(upload)
+        return None
+
+
+_lock = fork.lock()
+
+
+def _states(d: CudaDriver) -> dict[int, DeviceState]:
+    """States by device, kept by the driver: a table of drivers would keep each, for its states refer to it."""
+    found: dict[int, DeviceState] = vars(d).setdefault("device_states", {})
+    return found
+
+
+def drain() -> None:
+    """Wait for all that devices in use were given, such as before memory that it may use is given up."""
+    for state in list(_states(driver()).values()):
+        state.books.drain()
+        with DeviceScope(state.device):
+            for event in list(state.noted.values()):
+                state.owner.event_synchronize(event)
+
+
+def device_state(device: int) -> DeviceState:
+    """The state of a device; its context is current."""
+    d = driver()
+    found = _states(d).get(device)
+    if found is None:
+        with _lock:
+            found = _states(d).setdefault(device, DeviceState(device))
+    return found

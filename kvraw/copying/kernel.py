@@ -1,0 +1,392 @@
+"""The kernel engine: one launch of a shipped PTX kernel carries out a whole plan."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvraw import config
+from kvraw.arrays import U64
+from kvraw.copying import kernel_args as ka
+from kvraw.copying.device_state import DeviceState, Upload
+from kvraw.copying.operands import Operands
+from kvraw.copying.plan import CopyPlan
+from kvraw.errors import BoundsError, UnsupportedDriverError
+from kvraw.ptx.loader import read_ptx
+from kvraw.runtime import fork
+from kvraw.runtime.completion import Operation
+from kvraw.runtime.driver import CudaDriver
+from kvraw.runtime.module import ArgumentBlock, Kernel
+
+__all__ = ["KernelPlan", "copy_kernel", "kernels_barred", "launch_shape"]
+
+THREADS = 1024
+_KINDS = 64  # kinds of calls of a plan whose arrangement is kept
+LINK_CTAS = 16  # saturates PCIe 5 x16 on an H200 with margin (benchmarks/README.md)
+_SIDES = ("src", "dst")
+
+_log = logging.getLogger("kvraw")
+_barred: weakref.WeakKeyDictionary[CudaDriver, str] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def copy_kernel(width: int) -> Kernel:
+    """The copy kernel for accesses of `width` bytes."""
+    return Kernel(read_ptx(f"copy_v{width}.ptx"), f"kvraw_copy_v{width}")
+
+
+def kernels_barred(d: CudaDriver, width: int) -> str:
+    """Why no kernel can run, where the driver compiles none; empty where they can. A device's context is current.
+
+    Found out once per driver, with the copy kernel for accesses of `width` bytes.
+    """
+    why = _barred.get(d)
+    if why is None:
+        why = ""
+        try:
+            copy_kernel(width).handle_for(d)
+        except UnsupportedDriverError as error:
+            why = str(error)
+            _log.warning("copies go by the copy engine alone: %s", why)
+        _barred[d] = why
+    return why
+
+
+def launch_shape(segments: int, most: int, most_threads: int = THREADS) -> tuple[int, int]:
+    """Thread blocks and threads of a launch: at most `most` blocks, no more warps than groups of 32 segments."""
+    groups = -(-segments // 32)
+    warps = max(min(most_threads // 32, -(-groups // most)), 1)
+    return min(most, -(-groups // warps)), warps * 32
+
+
+class _Piece(NamedTuple):
+    """A table or a host index of one side, and where it goes: into the block's words, or through an upload."""
+
+    side: int
+    is_index: bool
+    at: int  # in words
+    inline: bool
+
+
+@functools.lru_cache(1024)
+def _arrangement(lengths: tuple[int, int, int, int]) -> tuple[list[_Piece], int]:
+    """Where tables of source and destination, then their host indices (-1: none) go, and the words of an upload."""
+    room, inline = ka.WORDS, set()
+    for k in sorted(range(4), key=lambda k: lengths[k]):  # the longest leave the block first
+        if 0 <= lengths[k] <= room:
+            room -= lengths[k]
+            inline.add(k)
+    pieces: list[_Piece] = []
+    ends = [0, 0]  # words of the upload, words of the block
+    for k, length in enumerate(lengths):
+        if length >= 0:
+            fits = k in inline
+            pieces.append(_Piece(k % 2, k >= 2, ends[fits], fits))
+            ends[fits] += length
+    return pieces, ends[0]
+
+
+class BoundLaunch:
+    """A launch of the copy kernel whose arguments lie ready, all but ids and addresses: these are written into them.
+
+    Attributes
+    ----------
+    kernel, ctas, threads, params : int
+        What the driver takes.
+    index_addresses : list of int
+        Where the ids of source and destination are to be written, as 64-bit words, or their address, where they lie on
+        the device; 0: there are none.
+    status_address : int
+        Where the address of the status words is to be written.
+    table_addresses : list of int
+        Where the tables of source and destination are to be written, for those that were not given.
+    table_offset : int
+        What is to be added to addresses for the table that was not given.
+    count : int
+        Ids.
+    """
+
+    __slots__ = (
+        *("_block", "count", "ctas", "index_addresses", "kernel", "params", "status_address", "table_addresses"),
+        *("table_offset", "threads"),
+    )
+
+    def __init__(
+        self,
+        block: ArgumentBlock,
+        kernel: int,
+        grid: tuple[int, int],
+        indices: list[int],
+        tables: list[int],
+        count: int,
+    ) -> None:
+        self._block, self.kernel, self.params, self.count = block, kernel, block.address, count
+        self.ctas, self.threads = grid
+        self.index_addresses, self.table_addresses = indices, tables
+        self.table_offset = 0
+        self.status_address = int(block.record.ctypes.data) + 8 * ka.STATUS
+
+
+class KernelPlan:
+    """A copy plan made ready for the kernel engine: a packed argument block, changed and launched at each call.
+
+    Parameters
+    ----------
+    plan : CopyPlan
+        What to copy.
+    ctas : int, optional
+        Most thread blocks of a launch; default: 16 where host memory takes part, else two per multiprocessor.
+    threads : int
+        Most threads of a block: a multiple of 32, at most 1024.
+    check : bool
+        Check indices that lie on the device, in the kernel.
+    names : tuple of str
+        What errors call the source's and the destination's index.
+    """
+
+    def __init__(
+        self,
+        plan: CopyPlan,
+        *,
+        ctas: int | None = None,
+        threads: int = THREADS,
+        check: bool = True,
+        names: tuple[str, str] = ("src_index", "dst_index"),
+    ) -> None:
+        if not 32 <= threads <= THREADS or threads % 32:
+            raise BoundsError(f"threads is {threads}, must be a multiple of 32 in [32, {THREADS}]")
+        self.threads = threads
+        self.plan, self.ctas, self.check, self.names = plan, ctas or config.CTAS.get(), check, names
+        self._block = ArgumentBlock(ka.ARGS)
+        self._params = self._block.address
+        self._long = self._block.record.view(np.uint64)
+        self._short = self._block.record.view(np.uint32)
+        # To write one word through this takes half as long as through the array.
+        self._words: memoryview[int] = memoryview(self._block.record.view("u1").data).cast("B").cast("Q")
+        self._lock = fork.lock()
+        self._kind: tuple[object, ...] = ()
+        self._kinds: dict[tuple[object, ...], tuple[list[_Piece], int, list[int]]] = {}
+        self._pieces: list[_Piece] = []
+        self._upload_words = self._width = self._segments = 0
+        self._last_bits = -1
+        self._kernel = copy_kernel(16)
+        self._grid, self._shaped = (0, 0), (0, False)
+        self._written: list[U64 | None] = [None, None]  # tables that stand in the words already
+        self._bits: list[int] = [0, 0]
+        ka.fill_plan(self._block.record, plan)
+
+    def most_ctas(self, link: bool, multiprocessors: int) -> int:
+        """Most thread blocks of a launch; `link` says that host memory takes part."""
+        return self.ctas or (LINK_CTAS if link else 2 * multiprocessors)
+
+    def enqueue(
+        self,
+        state: DeviceState,
+        operation: Operation,
+        src: Operands,
+        dst: Operands,
+        first: int,
+        count: int,
+        *,
+        link: bool,
+        stream: int | None = None,
+        origin: int = 0,
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """Enqueue the plan for items `first` to `first + count` on the operation's stream, or on another.
+
+        Bases and host indices are read during the call; a table that is the same object as in the call before is taken
+        as unchanged. Indices on the device are the caller's to keep. The device's context is current. The operation's
+        error is a `BoundsError` where the kernel met a bad index; it counts indices from `origin`. Where nobody waits
+        for the operation, `on_error` receives it.
+        """
+        stream = operation.stream if stream is None else stream
+        src_index, dst_index = src.index, dst.index
+        src_kind = 0 if src_index is None else 1 if src_index.host is not None else src_index.width
+        dst_kind = 0 if dst_index is None else 1 if dst_index.host is not None else dst_index.width
+        kind = (
+            -1 if src.table is not None else len(src.bases),
+            -1 if dst.table is not None else len(dst.bases),
+            src_kind,
+            dst_kind,
+            count if src_kind == 1 or dst_kind == 1 else 0,
+        )
+        with self._lock:
+            if kind != self._kind:
+                self._arrange(src, dst, count, kind)
+            words = self._words
+            upload: Upload | None = None
+            if self._upload_words:
+                upload = state.take_upload(self._upload_words)
+                operation.then(functools.partial(state.give_upload, upload))
+            status = 0
+            if self.check and (src_kind > 1 or dst_kind > 1):
+                status = state.board.take(operation, self, origin, on_error)
+            self._write((src, dst), first, count, upload)
+            bits = self._bits[0] | self._bits[1]
+            if bits != self._last_bits:
+                self._set_width(self.plan.width(bits))
+                self._last_bits = bits
+            segments = count * self._segments
+            words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, status
+            shape = (segments, link)
+            if shape != self._shaped:
+                self._grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
+                self._shaped = shape
+            if upload is not None:
+                operation.enqueued.append(stream)
+                upload.send(self._upload_words, stream)
+            d = state.owner
+            ctas, threads = self._grid
+            d.launch(self._kernel.handle_for(d), ctas, threads, stream, self._params)
+            operation.enqueued.append(stream)
+
+    def bind(
+        self,
+        state: DeviceState,
+        tables: tuple[U64 | int, U64 | int],
+        indexed: Sequence[int],
+        first: int,
+        count: int,
+        bits: int,
+        *,
+        link: bool,
+        width: int = 0,
+        skipped: int = 0,
+    ) -> BoundLaunch | None:
+        """A launch for items `first` to `first + count`; None where ids and tables do not fit the argument block.
+
+        The device's context is current.
+
+        Parameters
+        ----------
+        tables : tuple
+            Base addresses of source and destination, or how many will be written at each call.
+        indexed : sequence of int
+            The sides, 0 and 1, that have ids; others have none.
+        bits : int
+            The alignment of all base addresses, or-ed together.
+        link : bool
+            Host memory takes part.
+        width : int
+            Bytes of an id on the device; 0: ids are the host's.
+        skipped : int
+            Leading entries that the tables of sides without ids are short of: those of items before `first`.
+        """
+        plan = self.plan
+        lengths = [table if isinstance(table, int) else len(table) for table in tables]
+        if sum(lengths) + count * len(indexed) * (width == 0) > ka.WORDS:
+            return None
+        indexed_by = ka.INDEX_INLINE
+        if width:
+            indexed_by = (ka.INDEX_I64 if width == 8 else ka.INDEX_I32) | ka.CHECK * self.check
+        vector = plan.width(bits)
+        block = ArgumentBlock(ka.ARGS)
+        ka.fill_plan(block.record, plan)
+        segments = count * plan.runs_per_item * ka.fill_width(block.record, plan, vector)
+        words, flags = block.record.view(np.uint64), block.record.view(np.uint32)
+        start, at = int(block.record.ctypes.data), 0
+        places = []
+        for k, (table, side) in enumerate(zip(tables, (plan.src_flat, plan.dst_flat), strict=True)):
+            flags[ka.FLAGS[k]] = ka.TABLE_INLINE | ka.SKIP_NEGATIVE * side.skip_negative | indexed_by * (k in indexed)
+            words[ka.TABLE[k]] = np.uint64((at - skipped * (k not in indexed)) % 2**64)
+            place = ka.WORDS_AT + at
+            places.append(start + 8 * place)
+            if not isinstance(table, int):
+                words[place : place + len(table)] = table
+            at += lengths[k]
+        indices = [0, 0]
+        for k in indexed:
+            words[ka.INDEX[k]] = np.uint64((at - first) % 2**64)
+            indices[k] = start + 8 * (ka.INDEX[k] if width else ka.WORDS_AT + at)
+            at += count
+        words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, 0
+        grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
+        kernel = copy_kernel(vector).handle_for(state.owner)
+        return BoundLaunch(block, kernel, grid, indices, places, count)
+
+    def _set_width(self, width: int) -> None:
+        """Take the kernel for accesses of `width` bytes."""
+        if width != self._width:
+            kernel = copy_kernel(width)  # first, for it may fail
+            split = ka.fill_width(self._block.record, self.plan, width)
+            self._width, self._segments, self._kernel = width, self.plan.runs_per_item * split, kernel
+
+    def _arrange(self, src: Operands, dst: Operands, count: int, kind: tuple[object, ...]) -> None:
+        """Decide where tables and indices go, as for the last call of this kind, and write the flags that say so."""
+        found = self._kinds.get(kind)
+        if found is None:
+            if len(self._kinds) >= _KINDS:
+                self._kinds.clear()
+            found = self._kinds[kind] = self._decide(src, dst, count)
+        self._pieces, self._upload_words, flags = found
+        for k in (0, 1):
+            self._short[ka.FLAGS[k]] = flags[k]
+        self._written = [None, None]
+        self._kind = kind
+
+    def _decide(self, src: Operands, dst: Operands, count: int) -> tuple[list[_Piece], int, list[int]]:
+        src_count, dst_count = (count if o.host_index is not None else -1 for o in (src, dst))
+        pieces, upload_words = _arrangement((_bases(src), _bases(dst), src_count, dst_count))
+        out = []
+        for k, (side, operands) in enumerate(((self.plan.src_flat, src), (self.plan.dst_flat, dst))):
+            flags = ka.SKIP_NEGATIVE if side.skip_negative else 0
+            if operands.index is not None:
+                flags |= ka.INDEX_I64 if operands.index.width == 8 else ka.INDEX_I32
+                if operands.index.host is None and self.check:
+                    flags |= ka.CHECK
+            for piece in pieces:
+                if piece.side == k and piece.inline:
+                    flags = flags & ~ka.INDEX_I64 | ka.INDEX_INLINE if piece.is_index else flags | ka.TABLE_INLINE
+            out.append(flags)
+        return pieces, upload_words, out
+
+    def _write(self, sides: tuple[Operands, Operands], first: int, count: int, upload: Upload | None) -> None:
+        """Write tables and indices of one call into the block's words or into the upload."""
+        words = self._words
+        for k, is_index, at, inline in self._pieces:
+            operands = sides[k]
+            if is_index:
+                ids = operands.host_index
+                assert ids is not None
+                if first or len(ids) != count:
+                    ids = ids[first : first + count]
+                values, field, skipped = ids.view(np.uint64), ka.INDEX[k], first
+            else:
+                values, field, skipped = operands.bases, ka.TABLE[k], 0
+                if self._written[k] is values and inline:
+                    continue
+                self._written[k] = values
+                self._bits[k] = operands.bits if operands.bits >= 0 else int(np.bitwise_or.reduce(values))
+            if inline:
+                start = ka.WORDS_AT + at
+                self._long[start : start + len(values)] = values
+                words[field] = (at - skipped) % 2**64
+            else:
+                assert upload is not None
+                upload.words[at : at + len(values)] = values
+                words[field] = (upload.device.address + (at - skipped) * 8) % 2**64
+        for k, (_, index, table, _) in enumerate(sides):
+            if index is not None and index.host is None:
+                words[ka.INDEX[k]] = index.address
+            if table is not None:
+                words[ka.TABLE[k]], self._bits[k] = table.address, table.bits
+
+    def found(self, where: int, value: int, origin: int) -> Exception:
+        """The error for what the kernel wrote."""
+        which, signed = where & 1, value - 2**64 if value >= 2**63 else value
+        side = (self.plan.src_flat, self.plan.dst_flat)[which]
+        return BoundsError(
+            f"{self.names[which]}[{origin + (where >> 1) - 1}] is {signed}, must be in [0, {side.limit}); "
+            f"the kernel left out every such entry"
+        )
+
+
+def _bases(operands: Operands) -> int:
+    """Length of the table that the host writes; -1 where the device has it."""
+    return len(operands.bases) if operands.table is None else -1

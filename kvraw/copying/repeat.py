@@ -1,0 +1,225 @@
+"""Repeated calls of a transfer plan: what was found out and bound for calls of a kind is not asked again.
+
+A call is repeated when its ids are a vector on the host and its chunks are live chunks of one pinned pool, as many of
+both as in a call before. It then takes the ids, the chunks' addresses, the stream and an event, and runs the bound
+program, which also checks the ids, the context and that no capture is in progress. Whatever is different goes the
+plan's general way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvraw.arrays import I64, U64, IndexVector
+from kvraw.copying.addresses import AddressTable
+from kvraw.copying.bound import BoundCall
+from kvraw.copying.bound_copy import BoundCopy, BoundRows
+from kvraw.copying.call import Call
+from kvraw.copying.chooser import joined_items
+from kvraw.copying.device_state import DeviceState
+from kvraw.copying.planner import Choice
+from kvraw.runtime.completion import Completion, Operation
+from kvraw.runtime.context import DeviceScope, met
+from kvraw.runtime.driver import driver
+from kvraw.runtime.host.pool import ChunkKind, HostPool
+from kvraw.runtime.stream import Stream, stream_handle
+
+__all__ = ["RepeatedCalls"]
+
+_MOST = 64  # kinds of calls that are kept
+_UNKNOWN = (None, None)
+_NO_IDS: I64 = np.zeros(0, np.int64)
+_INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
+_kind_of, _address_of = attrgetter("kind"), attrgetter("address")
+
+
+class _Kind(NamedTuple):
+    """What is known of calls with so many ids and chunks."""
+
+    state: DeviceState
+    pool: weakref.ref[HostPool]
+    shift: int
+    choice: Choice
+    bound: BoundCall | BoundRows  # by the kernel, or staged
+
+
+class RepeatedCalls:
+    """The repeated calls of one plan on a GPU.
+
+    Parameters
+    ----------
+    gpu : BoundCopy
+        The plan.
+    device : int
+        Its device.
+    cache : AddressTable
+        The cache's.
+    nbytes : int
+        Bytes of a chunk.
+    store : bool
+        The chunks are the destination.
+    distinct : bool
+        No chunk may stand twice.
+    """
+
+    def __init__(
+        self, gpu: BoundCopy, device: int, cache: AddressTable, nbytes: int, store: bool, distinct: bool
+    ) -> None:
+        self._gpu, self._device, self._cache, self._nbytes = gpu, device, cache, nbytes
+        self._store, self._distinct = store, distinct
+        self._kinds: dict[tuple[int, int, int], _Kind] = {}
+        # Of calls by address: by the numbers of ids, chunks and items left out, the width of ids, and the alignment.
+        self._placed: dict[tuple[int, ...], tuple[DeviceState | None, BoundCall | BoundRows | None]] = {}
+        self._joins: set[tuple[int, int]] = set()  # ids and chunks of calls whose engine depends on joined ids
+
+    def enqueue(
+        self,
+        state: DeviceState,
+        addresses: tuple[U64, U64],
+        index: IndexVector,
+        skip: int,
+        stream: int,
+        on_error: Callable[[Exception], None] | None = None,
+        refs: object = None,
+    ) -> Completion:
+        """Enqueue a call for chunks in one registration, at these addresses as the host and as the device see them.
+
+        The device's context is current, no capture is in progress, ids lie on the host or where kernels reach them, and
+        there are as many chunks as they need. `refs` are kept until the copy is over.
+        """
+        host, seen = addresses
+        count, width = index.count - skip, 0 if index.host is not None else index.width
+        key = (count, len(host), skip, width, int(np.bitwise_or.reduce(seen)) & 15)
+        known, bound = self._placed.get(key, _UNKNOWN)
+        if known is not state:  # or of a context that was reset
+            bound = None
+        operation = state.books.begin(stream)
+        try:
+            ids = _NO_IDS if index.host is None else index.host
+            if type(bound) is BoundCall:
+                done = self._gpu.run_kernel(operation, bound, ids, seen, host)
+            elif type(bound) is BoundRows:
+                there = index if width else None
+                done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error)
+            else:
+                done = False
+            if not done:
+                chunks = AddressTable(host, seen, True, bits=key[-1])
+                call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
+                self._place(key, state, operation, call, self._gpu.enqueue(state, operation, call))
+            return operation.commit((index.owner, refs))
+        except BaseException:
+            operation.abort()
+            raise
+
+    def _place(
+        self, key: tuple[int, ...], state: DeviceState, operation: Operation, call: Call, choice: Choice
+    ) -> None:
+        """Keep the program of a call by address, where one was run."""
+        if not operation.recorded or self._gpu.chooser.settled_choice(call) is None:
+            return
+        call = _without_owners(call)
+        kernel = choice.engine == "kernel"
+        bound = self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
+        if len(self._placed) >= _MOST:
+            self._placed.clear()
+        self._placed[key] = state, bound
+
+    def learn(self, state: DeviceState, pool: HostPool, call: Call) -> None:
+        """Keep what a call that was enqueued by its bound program found out, for those of its kind."""
+        index, chunks = (call.src_index, call.dst) if call.dst_index is None else (call.dst_index, call.src)
+        if call.first or index is None or index.host is None or not isinstance(chunks, AddressTable):
+            return
+        choice, joined, size = self._gpu.chooser.settled_choice(call), 0, (call.count, len(chunks))
+        if choice is None:
+            joined = joined_items(call.count, index.host)
+            choice = self._gpu.chooser.settled_choice(call, joined)
+            if choice is None:
+                return
+            self._joins.add(size)
+        call = _without_owners(call)
+        kernel = choice.engine == "kernel"
+        bound = self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
+        if bound is None:
+            return
+        if len(self._kinds) >= _MOST:
+            self._kinds.clear()
+            self._joins.clear()
+        key = (*size, joined)
+        self._kinds[key] = _Kind(state, weakref.ref(pool), pool.device_shift, choice, bound)
+
+    def __call__(self, chunks: Sequence[Any], ids: Any, stream: Any, cache: object) -> tuple[Completion, Choice] | None:
+        """Enqueue a call and keep what it uses; None where it must go the general way.
+
+        Raises
+        ------
+        BoundsError
+            An id is bad; nothing is moved.
+        """
+        if type(ids) is not np.ndarray or ids.dtype is not _INT64 or ids.strides != (8,) or type(chunks) is not list:
+            return None
+        try:
+            pool: HostPool = chunks[0].pool
+            version = pool.version
+            kinds = list(map(_kind_of, chunks))
+        except (AttributeError, IndexError):
+            return None
+        kind, count = kinds[0], len(kinds)
+        size = len(ids), count
+        known = self._kinds.get((*size, joined_items(len(ids), ids) if size in self._joins else 0))
+        if (
+            known is None
+            or known.pool() is not pool
+            or type(kind) is not ChunkKind
+            or kind.nbytes != self._nbytes
+            or kinds.count(kind) != count
+            or (self._distinct and len(set(chunks)) != count)
+        ):
+            return None
+        state = known.state
+        books = state.books
+        if state.lost or state.owner is not driver() or not books.events:
+            return None
+        if type(stream) is Stream and stream.device == self._device:
+            handle = stream.open_handle or stream.handle
+        else:
+            handle = stream_handle(stream, self._device)
+        owners = chunks.copy()
+        addresses: U64 = np.fromiter(map(_address_of, owners), _UINT64, count)
+        operation = books.begin(handle)
+        try:
+            operation.uses = addresses
+            if pool.use_chunks(operation, version) == known.shift:
+                if type(known.bound) is BoundCall and not known.shift:
+                    done = self._gpu.run_kernel(operation, known.bound, ids, addresses, addresses)
+                else:
+                    done = self._run(known, operation, ids, addresses)
+                if not done:  # the device's context may not be current; or a capture is in progress
+                    with DeviceScope(self._device):
+                        done = self._run(known, operation, ids, addresses)
+                if done:
+                    return operation.commit((cache, owners, ids)), known.choice
+        except BaseException as error:
+            operation.abort()
+            met(error, self._device)
+            raise
+        operation.abort()
+        return None
+
+    def _run(self, known: _Kind, operation: Operation, ids: I64, addresses: U64) -> bool:
+        seen = addresses + np.uint64(known.shift % 2**64) if known.shift else addresses
+        bound = known.bound
+        if isinstance(bound, BoundCall):
+            return self._gpu.run_kernel(operation, bound, ids, seen, addresses)
+        return self._gpu.run_rows(known.state, operation, bound, ids, seen, addresses)
+
+
+def _without_owners(call: Call) -> Call:
+    """A call of the same kind that keeps nothing alive."""
+    src, dst = (None if i is None else IndexVector(None, 0, i.count) for i in call.indices)
+    return Call(call.src, call.dst, src, dst, call.first, call.count)

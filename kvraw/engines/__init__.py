@@ -1,1 +1,0 @@
-"""Engines: each carries out the same copy plans, byte for byte alike."""

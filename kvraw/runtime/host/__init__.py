@@ -1,0 +1,1 @@
+"""Host memory: obtained, populated, registered with the driver, handed out in chunks."""
