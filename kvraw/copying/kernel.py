@@ -14,7 +14,7 @@ from kvraw import config
 from kvraw.arrays import U64
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import DeviceState, Upload
-from kvraw.copying.operands import Operands
+from kvraw.copying.operands import DeviceTable, Operands
 from kvraw.copying.plan import CopyPlan
 from kvraw.errors import BoundsError, UnsupportedDriverError
 from kvraw.ptx.loader import read_ptx
@@ -104,16 +104,15 @@ class BoundLaunch:
     status_address : int
         Where the address of the status words is to be written.
     table_addresses : list of int
-        Where the tables of source and destination are to be written, for those that were not given.
-    table_offset : int
-        What is to be added to addresses for the table that was not given.
+        Where the tables of source and destination are to be written, for those that were not given; or the address of
+        one that the device has.
     count : int
         Ids.
     """
 
     __slots__ = (
         *("_block", "count", "ctas", "index_addresses", "kernel", "params", "status_address", "table_addresses"),
-        *("table_offset", "threads"),
+        "threads",
     )
 
     def __init__(
@@ -128,7 +127,6 @@ class BoundLaunch:
         self._block, self.kernel, self.params, self.count = block, kernel, block.address, count
         self.ctas, self.threads = grid
         self.index_addresses, self.table_addresses = indices, tables
-        self.table_offset = 0
         self.status_address = int(block.record.ctypes.data) + 8 * ka.STATUS
 
 
@@ -171,6 +169,7 @@ class KernelPlan:
         self._lock = fork.lock()
         self._kind: tuple[object, ...] = ()
         self._kinds: dict[tuple[object, ...], tuple[list[_Piece], int, list[int]]] = {}
+        self._templates: dict[int, tuple[np.ndarray, int]] = {}  # of bound launches, by the width of their accesses
         self._pieces: list[_Piece] = []
         self._upload_words = self._width = self._segments = 0
         self._last_bits = -1
@@ -249,7 +248,7 @@ class KernelPlan:
     def bind(
         self,
         state: DeviceState,
-        tables: tuple[U64 | int, U64 | int],
+        tables: tuple[U64 | DeviceTable | int, U64 | DeviceTable | int],
         indexed: Sequence[int],
         first: int,
         count: int,
@@ -266,7 +265,8 @@ class KernelPlan:
         Parameters
         ----------
         tables : tuple
-            Base addresses of source and destination, or how many will be written at each call.
+            Base addresses of source and destination, or how many will be written at each call; or where the device has
+            them.
         indexed : sequence of int
             The sides, 0 and 1, that have ids; others have none.
         bits : int
@@ -279,7 +279,7 @@ class KernelPlan:
             Leading entries that the tables of sides without ids are short of: those of items before `first`.
         """
         plan = self.plan
-        lengths = [table if isinstance(table, int) else len(table) for table in tables]
+        lengths = [t if isinstance(t, int) else 0 if isinstance(t, DeviceTable) else len(t) for t in tables]
         if sum(lengths) + count * len(indexed) * (width == 0) > ka.WORDS:
             return None
         indexed_by = ka.INDEX_INLINE
@@ -287,13 +287,23 @@ class KernelPlan:
             indexed_by = (ka.INDEX_I64 if width == 8 else ka.INDEX_I32) | ka.CHECK * self.check
         vector = plan.width(bits)
         block = ArgumentBlock(ka.ARGS)
-        ka.fill_plan(block.record, plan)
-        segments = count * plan.runs_per_item * ka.fill_width(block.record, plan, vector)
+        template = self._templates.get(vector)
+        if template is None:
+            record: np.ndarray = np.zeros(1, ka.ARGS)
+            ka.fill_plan(record, plan)
+            template = self._templates[vector] = record, ka.fill_width(record, plan, vector)
+        block.record[:] = template[0]
+        segments = count * plan.runs_per_item * template[1]
         words, flags = block.record.view(np.uint64), block.record.view(np.uint32)
         start, at = int(block.record.ctypes.data), 0
         places = []
         for k, (table, side) in enumerate(zip(tables, (plan.src_flat, plan.dst_flat), strict=True)):
-            flags[ka.FLAGS[k]] = ka.TABLE_INLINE | ka.SKIP_NEGATIVE * side.skip_negative | indexed_by * (k in indexed)
+            flags[ka.FLAGS[k]] = ka.SKIP_NEGATIVE * side.skip_negative | indexed_by * (k in indexed)
+            if isinstance(table, DeviceTable):
+                words[ka.TABLE[k]] = table.address
+                places.append(start + 8 * ka.TABLE[k])
+                continue
+            flags[ka.FLAGS[k]] |= ka.TABLE_INLINE
             words[ka.TABLE[k]] = np.uint64((at - skipped * (k not in indexed)) % 2**64)
             place = ka.WORDS_AT + at
             places.append(start + 8 * place)

@@ -21,9 +21,19 @@ from kvraw.errors import BoundsError, DriverError
 from kvraw.runtime import program_rows as pr
 from kvraw.runtime.compiled import Compiled
 from kvraw.runtime.driver import CudaDriver
-from kvraw.runtime.program_rows import IDS, IDS_COUNT, Commands, Value
+from kvraw.runtime.program_rows import IDS, IDS_COUNT, Commands, Operand, Value
 
-__all__ = ["IDS", "IDS_COUNT", "Commands", "DriverFunctions", "Program", "Value", "driver_functions", "warm_up"]
+__all__ = [
+    "IDS",
+    "IDS_COUNT",
+    "Commands",
+    "DriverFunctions",
+    "Operand",
+    "Program",
+    "Value",
+    "driver_functions",
+    "warm_up",
+]
 
 
 I64 = npt.NDArray[np.int64]
@@ -89,7 +99,7 @@ def driver_functions(driver: object) -> DriverFunctions | None:
         try:
             driver._fail(call, code)
         except DriverError as made:
-            return made.with_traceback(None)
+            return made.with_traceback(None) if index is None else made.at(index)
 
     return DriverFunctions(found, error)
 
@@ -133,6 +143,8 @@ class Program:
     ----------
     values : memoryview
         Unsigned words by `Value.index`, written by the caller; those of `IDS` and `IDS_COUNT` by `run`.
+    vector : numpy.ndarray of uint64
+        The same words.
     ended_at : int
         The row at which the last run ended that returned False.
     """
@@ -149,9 +161,9 @@ class Program:
         "_marks",
         "_names",
         "_table",
-        "_values",
         "ended_at",
         "values",
+        "vector",
     )
 
     def __init__(
@@ -164,11 +176,11 @@ class Program:
     ) -> None:
         self._driver: DriverMethods = driver
         self.ended_at = -1
-        self._values: U64 = np.zeros(commands.values, np.uint64)
-        self.values: memoryview[int] = memoryview(self._values.view("u1").data).cast("B").cast("Q")
+        self.vector: U64 = np.zeros(commands.values, np.uint64)
+        self.values: memoryview[int] = memoryview(self.vector.view("u1").data).cast("B").cast("Q")
         self._names = dict(commands.names)
         self._marks = {row: np.zeros((limit + 63) // 64, np.uint64) for row, limit in commands.limits.items()}
-        at = int(self._values.ctypes.data)
+        at = int(self.vector.ctypes.data)
         marks = {row: int(array.ctypes.data) for row, array in self._marks.items()}
         rows, links = commands.resolved(at, marks)
         self._table: U64 = np.array(rows, np.uint64).reshape(-1, pr.WORDS)
@@ -256,7 +268,7 @@ class Program:
             self.ended_at = row
             return False
         assert self._functions is not None
-        index = detail if op == pr.BATCH and 0 <= detail < int(self._table[row, 4]) else None
+        index = detail if op in (pr.BATCH, pr.EACH) and 0 <= detail < int(self._table[row, 4]) else None
         error = self._functions.error(pr.CALLS[op], result, index)
         error.command = row
         raise error
@@ -271,7 +283,7 @@ class Program:
 
     def run_python(self, ids: I64 = _NO_IDS) -> bool:
         """`run` by Python through the driver object's methods: the reference."""
-        values, words, release = self._values, self._table.ravel(), self.release
+        values, words, release = self.vector, self._table.ravel(), self.release
         values[0], values[1] = ids.ctypes.data, len(ids)
         if len(self._links):
             target, value, add = self._links.T
@@ -283,9 +295,9 @@ class Program:
                 if bad is not None:
                     raise self._bad_id(at, *bad)
             elif op == pr.WRITE:
-                dst, src, count, width, add = operands[:5]
+                dst, src, count, width, add, first = operands[:6]
                 if count:
-                    _words(dst, count)[:] = _signed(src, count, width).view(np.uint64) + np.uint64(add)
+                    _words(dst, count)[:] = _signed(src + width * first, count, width).view(np.uint64) + np.uint64(add)
             else:
                 try:
                     goes_on = _call(self._driver, op, operands, release)
@@ -340,6 +352,12 @@ def _call(driver: DriverMethods, op: int, operands: Sequence[int], release: bool
     elif op == pr.BATCH:
         if d:
             driver.memcpy_batch_async(_words(a, d), _words(b, d), _words(c, d), e)
+    elif op == pr.EACH:
+        for k in range(d):
+            try:
+                _call(driver, pr.COPY, (*(int(_words(v, d)[k]) for v in (a, b, c)), e, 0, 0, 0), release)
+            except DriverError as error:
+                raise error.at(k) from error
     elif op == pr.COPY_2D:
         if e and f:
             driver.memcpy_2d_async(a, b, c, d, e, f, g)
