@@ -15,9 +15,9 @@ from kvraw.copying.plan import Side
 from kvraw.runtime import fork
 from kvraw.runtime.completion import Operation
 from kvraw.runtime.driver import CudaDriver
-from kvraw.runtime.program import IDS, Commands, Operand, Program, Value
+from kvraw.runtime.program import IDS, IDS_COUNT, Commands, Operand, Program, Value
 
-__all__ = ["BoundCall", "IdCheck", "IdChecks"]
+__all__ = ["BoundCall", "IdCheck", "IdChecker", "id_checker"]
 
 _NO_IDS: I64 = np.zeros(0, np.int64)
 
@@ -40,41 +40,33 @@ def _host_ids(index: IndexVector | None) -> I64:
     return _NO_IDS if index is None or index.host is None else index.host
 
 
-class IdChecks:
-    """The checks of the ids of source and destination that lie on the host, ahead of a call."""
+class IdChecker:
+    """The program that makes one check, for all plans of a device."""
 
-    def __init__(self, checks: tuple[IdCheck, IdCheck]) -> None:
-        self._checks = checks
-        self._lock = fork.lock()
-        self._program: Program | None = None
-
-    def _make(self, driver: CudaDriver) -> Program:
+    def __init__(self, check: IdCheck, driver: CudaDriver) -> None:
         c = Commands()
-        self._first, places, counts = c.value(), c.value(2), c.value(2)
-        self._places, self._counts = places.index, counts.index
-        for k, check in enumerate(self._checks):
-            check.add_to(c, Value(self._places + k), self._first, Value(self._counts + k))
-        return Program(c, driver)
+        first = c.value()
+        check.add_to(c, IDS, first, IDS_COUNT)
+        self._lock, self._program, self._first = fork.lock(), Program(c, driver), first.index
 
-    def __call__(self, driver: CudaDriver, indices: tuple[IndexVector | None, ...], first: int, count: int) -> None:
-        """Check items `first` to `first + count`.
+    def __call__(self, ids: I64, first: int = 0) -> None:
+        """Check ids on the host, the first of which is that of item `first`.
 
         Raises
         ------
         BoundsError
-            An id is out of bounds, or stands twice where it must not.
+            One is out of bounds, or stands twice where it must not.
         """
         with self._lock:
-            program = self._program
-            if program is None:
-                program = self._program = self._make(driver)
-            values = program.values
-            values[self._first.index] = first
-            for k, index in enumerate(indices):
-                ids = _host_ids(index)
-                values[self._counts + k] = count if len(ids) else 0
-                values[self._places + k] = int(ids.ctypes.data) + 8 * first
-            program.run()
+            self._program.values[self._first] = first
+            self._program.run(ids)
+
+
+def id_checker(state: DeviceState, check: IdCheck) -> IdChecker:
+    """What makes a check."""
+    known = state.bound["id checks"]
+    found: IdChecker | None = known.get(check)
+    return found or known.setdefault(check, IdChecker(check, state.owner))
 
 
 class BoundCall:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.copying import copy_engine
 from kvraw.copying.addresses import AddressTable
-from kvraw.copying.bound import BoundCall, IdCheck, IdChecks
+from kvraw.copying.bound import BoundCall, IdCheck, IdChecker, id_checker
 from kvraw.copying.call import Call
 from kvraw.copying.chooser import Chooser
 from kvraw.copying.device_state import DeviceState
@@ -34,6 +34,7 @@ class BoundRows(NamedTuple):
 
     staged: StagedChunks
     ring: StagingRing
+    checker: IdChecker
     bits: int
     edges: tuple[int, ...]
 
@@ -83,7 +84,6 @@ class BoundCopy:
         self._seen: set[tuple[object, ...]] = set()  # kinds of calls that came once
         src, dst = (plan.src_flat, plan.dst_flat) if check else (None, None)
         self._id_checks = IdCheck(index_names[0], src, False), IdCheck(index_names[1], dst, distinct and check)
-        self._checks = IdChecks(self._id_checks)
 
     def choose(self, state: DeviceState, call: Call) -> Choice:
         """The engine of a call; the device's context is current."""
@@ -147,7 +147,9 @@ class BoundCopy:
             One is out of bounds, or stands twice where it must not.
         """
         if not call.checked:
-            self._checks(state.owner, call.indices, call.first, call.count)
+            for check, index in zip(self._id_checks, call.indices, strict=True):
+                if check.side is not None and index is not None and index.host is not None:
+                    id_checker(state, check)(index.host[call.first : call.end], call.first)
             call.checked = True
 
     def _enqueue_kernel(
@@ -182,7 +184,8 @@ class BoundCopy:
     def bound_rows(self, state: DeviceState, call: Call) -> BoundRows:
         """What staged calls like this one, of whole chunks, have in common."""
         staged, ring = self._rows_of(state, call)
-        return BoundRows(staged, ring, self._chunks(call)[0].alignment, call.edges)
+        checker = id_checker(state, self._id_checks[0 if staged.store else 1])
+        return BoundRows(staged, ring, checker, self._chunks(call)[0].alignment, call.edges)
 
     def run_rows(
         self,
@@ -204,13 +207,12 @@ class BoundCopy:
         BoundsError
             An id is bad; nothing was enqueued.
         """
-        staged, ring, bits, edges = rows
         index = there
         if index is None:
             index = IndexVector(ids, 0, len(ids))
-            self._checks(state.owner, (index, None) if staged.store else (None, index), 0, len(ids))
-        row = places, seen, bits
-        return staged.enqueue(state, ring, operation, index, row, 0, len(places), edges, on_error)
+            rows.checker(ids)
+        row = places, seen, rows.bits
+        return rows.staged.enqueue(state, rows.ring, operation, index, row, 0, len(places), rows.edges, on_error)
 
     @staticmethod
     def _key(call: Call) -> tuple[object, ...]:

@@ -127,7 +127,7 @@ class BoundLaunch:
         self._block, self.kernel, self.params, self.count = block, kernel, block.address, count
         self.ctas, self.threads = grid
         self.index_addresses, self.table_addresses = indices, tables
-        self.status_address = int(block.record.ctypes.data) + 8 * ka.STATUS
+        self.status_address = block.start + 8 * ka.STATUS
 
 
 class KernelPlan:
@@ -162,14 +162,14 @@ class KernelPlan:
         self.plan, self.ctas, self.check, self.names = plan, ctas or config.CTAS.get(), check, names
         self._block = ArgumentBlock(ka.ARGS)
         self._params = self._block.address
-        self._long = self._block.record.view(np.uint64)
-        self._short = self._block.record.view(np.uint32)
+        self._long = self._block.words
+        self._short = self._block.words.view(np.uint32)
         # To write one word through this takes half as long as through the array.
-        self._words: memoryview[int] = memoryview(self._block.record.view("u1").data).cast("B").cast("Q")
+        self._words: memoryview[int] = memoryview(self._block.words.view("u1").data).cast("B").cast("Q")
         self._lock = fork.lock()
         self._kind: tuple[object, ...] = ()
         self._kinds: dict[tuple[object, ...], tuple[list[_Piece], int, list[int]]] = {}
-        self._templates: dict[int, tuple[np.ndarray, int]] = {}  # of bound launches, by the width of their accesses
+        self._templates: dict[int, tuple[U64, int]] = {}  # of bound launches, by the width of their accesses
         self._pieces: list[_Piece] = []
         self._upload_words = self._width = self._segments = 0
         self._last_bits = -1
@@ -289,13 +289,13 @@ class KernelPlan:
         block = ArgumentBlock(ka.ARGS)
         template = self._templates.get(vector)
         if template is None:
-            record: np.ndarray = np.zeros(1, ka.ARGS)
-            ka.fill_plan(record, plan)
-            template = self._templates[vector] = record, ka.fill_width(record, plan, vector)
-        block.record[:] = template[0]
+            filled = ArgumentBlock(ka.ARGS)
+            filled.words[:-1] = self._long[:-1]  # as the plan filled it: what else there is, is written below
+            template = self._templates[vector] = filled.words[:-1], ka.fill_width(filled.record, plan, vector)
+        block.words[:-1] = template[0]
         segments = count * plan.runs_per_item * template[1]
-        words, flags = block.record.view(np.uint64), block.record.view(np.uint32)
-        start, at = int(block.record.ctypes.data), 0
+        words, flags = block.words, block.words.view(np.uint32)
+        start, at = block.start, 0
         places = []
         for k, (table, side) in enumerate(zip(tables, (plan.src_flat, plan.dst_flat), strict=True)):
             flags[ka.FLAGS[k]] = ka.SKIP_NEGATIVE * side.skip_negative | indexed_by * (k in indexed)

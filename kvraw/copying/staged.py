@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -58,9 +59,10 @@ class _SlotProgram:
         c, copies = Commands(), ring.copies.handle
         self.width = BATCH + parts
         stream, event, there, table, upload = c.value(), c.value(), c.value(2), c.value(), c.value(3)
-        words = c.value(KERNEL + 4 + steps * self.width)
+        words = c.value(PARAMS + 1 + steps * self.width)
         self.stream, self.event, self.there, self.table = stream.index, event.index, there.index, table.index
-        self.upload, self.words, self.steps = upload.index, words.index, words.index + KERNEL + 4
+        self.upload, self.steps = upload.index, words.index + PARAMS + 1
+        self.batches = parts if state.owner.batch_supported() else 0
         # With nothing ahead of them the caller's stream packs the slots of a store: it waits for their copies anyway.
         packs = ring.packs.handle if lead else stream
         writer, reader = (packs, copies) if store else (copies, stream)
@@ -82,7 +84,7 @@ class _SlotProgram:
             c.record(ring.start, stream)
             c.wait(writer, ring.start)
         if lead:
-            launch(self.words, stream)
+            launch(words.index, stream)
         for step in range(steps):
             at = self.steps + step * self.width
             w = [Value(at + k) for k in range(self.width)]
@@ -93,7 +95,7 @@ class _SlotProgram:
                 c.record(w[FULL], writer)
                 c.wait(reader, w[FULL])
             c.copy_each(w[DST], w[SRC], w[SIZES], w[EACH], copies)
-            for k in range(parts if state.owner.batch_supported() else 0):
+            for k in range(self.batches):
                 step_back = 8 * k * config.MAX_BATCH.get()
                 c.copy_batch(w[DST] + step_back, w[SRC] + step_back, w[SIZES] + step_back, w[BATCH + k], copies)
             if not store:
@@ -229,10 +231,10 @@ class _Staged:
         else:
             bits |= int(np.bitwise_or.reduce(table))
         given = paged if isinstance(paged, int) else isinstance(paged, DeviceTable) or id(paged)
-        key = (step.kernel, begin, step.items, len(table), kind.width, given, bits & 15, straight, step.skipped, own)
+        skipped = 0 if own else step.skipped
+        key = (step.kernel, begin, step.items, len(table), kind.width, given, bits & 15, straight, skipped, own)
         launch = self._launches.get(key)
         if launch is None:
-            skipped = 0 if own else step.skipped
             tables: tuple[U64 | DeviceTable | int, U64 | DeviceTable | int]
             tables = (paged, len(table)) if self._store else (len(table), paged)
             launch = step.kernel.bind(
@@ -266,12 +268,10 @@ class _Staged:
             *(where, source, count, launch.kernel, launch.ctas, launch.threads, launch.params),
         ]
 
-    def _words(
-        self, kind: _Kind, ring: StagingRing, made: _SlotProgram, batches: bool, cleared: bool
-    ) -> tuple[memoryview[int], U64]:
+    def _words(self, kind: _Kind, ring: StagingRing, made: _SlotProgram, cleared: bool) -> tuple[memoryview[int], U64]:
         """The words of a program from the ring's next slot on, and the slots' ends of the copies that are known."""
         table_value = _at(made.program.vector) + 8 * made.table
-        words, moves, ahead = list[int](), kind.moves, 0
+        words, moves, ahead = [0, 0, 0], kind.moves, 0  # nothing is uploaded
         if kind.lead is not None:
             lead, ahead = kind.lead, 1
             words += self._launch_words(kind, 0, lead, (lead.offset + int(lead.table[0])) % 2**64, table_value)
@@ -279,20 +279,21 @@ class _Staged:
             words += [0] * (PARAMS + 1)
         slots = ring.coming(len(kind.steps))
         ends: U64 = np.zeros(0, np.uint64)
+        places = (0, 0, 0)
         if moves is not None:
             ends = np.array([slot.address for slot in slots], np.uint64)[moves.step] + moves.inside
+            pair = (_at(kind.hosts), _at(ends)) if self._store else (_at(ends), _at(kind.hosts))
+            places = (*pair, _at(moves.sizes))
         for number, (step, slot) in enumerate(zip(kind.steps, slots, strict=True)):
             words += self._launch_words(kind, ahead + number, step, slot.address, table_value)
             words += [slot.free, slot.full, step.nbytes if cleared else 0]
             copies = [0] * (made.width - DST)
             if moves is not None:
                 begin, end = moves.begins[number], moves.begins[number + 1]
-                place = 8 * begin
-                pair = (_at(kind.hosts), _at(ends)) if self._store else (_at(ends), _at(kind.hosts))
-                copies[:3] = [pair[0] + place, pair[1] + place, _at(moves.sizes) + place]
-                copies[3:] = _counts(end - begin, batches, made.width - BATCH)
+                copies[:3] = [place + 8 * begin for place in places]
+                copies[3:] = _counts(end - begin, made)
             words += copies
-        return memoryview(array("Q", [w % 2**64 for w in words])), ends
+        return memoryview(array("Q", words)), ends
 
     def _run(
         self,
@@ -306,9 +307,7 @@ class _Staged:
         on_error: Callable[[Exception], None] | None,
     ) -> bool:
         """Run the program of a call, whose ring's lock is held; `moved` gives the copies of each slot anew."""
-        on_device = index is not None and index.host is None
-        cleared = self._store and self._check and on_device
-        batches, found, parts = state.owner.batch_supported(), None, 1
+        found, parts = None, 1
         if moved is not None:
             found = moved()
             parts = max(1, -(-max(len(d) for d in found) // config.MAX_BATCH.get()))
@@ -320,20 +319,22 @@ class _Staged:
             made = ring.programs[key] = _SlotProgram(state, ring, self._store, *key)
         turn = ring.turn, parts
         if turn not in kind.words:
-            kind.words[turn] = self._words(kind, ring, made, batches, cleared)
+            cleared = self._store and self._check and index is not None and index.host is None
+            kind.words[turn] = self._words(kind, ring, made, cleared)
         words, values = kind.words[turn][0], made.program.values
-        values[made.words : made.words + len(words)] = words
+        values[made.upload : made.upload + len(words)] = words
         for number, d in enumerate(found or ()):
             at = made.steps + number * made.width + DST
             values[at], values[at + 1], values[at + 2] = _at(d.dst), _at(d.src), _at(d.sizes)
-            for k, count in enumerate(_counts(len(d), batches, parts)):
+            for k, count in enumerate(_counts(len(d), made)):
                 values[at + 3 + k] = count
         ids = _NO_IDS if index is None or index.host is None else index.host
-        self._place(state, operation, kind, made, index, table, on_error)
-        values[made.stream], values[made.event] = operation.stream, operation.event or 0
+        if kind.width or table is not None:
+            self._place(state, operation, kind, made, index, table, on_error)
+        values[made.stream], values[made.event] = operation.stream, operation._event  # type: ignore[assignment]
         done = operation.run(made.program, ids, streams=made.streams)
         if done:
-            ring.advance(len(kind.steps))
+            ring.turn = (ring.turn + len(kind.steps)) % len(ring.slots)
         return done
 
     def _place(
@@ -358,7 +359,6 @@ class _Staged:
             kind.paged[:], kind.owner = table.seen, table
         if isinstance(table, DeviceTable):
             values[made.table] = table.address
-        values[made.upload + 2] = 0
         if True in kind.upload:
             parts = [np.zeros(0, np.uint64)] * 2
             if kind.upload[0]:
@@ -382,12 +382,13 @@ class _Staged:
         values[made.there], values[made.there + 1] = there, status
 
 
-def _counts(copies: int, batches: bool, parts: int) -> list[int]:
+def _counts(copies: int, made: _SlotProgram) -> list[int]:
     """How many copies go one by one, and in each batch call."""
-    if copies <= _FEW or not batches:
-        return [copies, *[0] * parts]
+    parts = range(made.width - BATCH)
+    if copies <= _FEW or not made.batches:
+        return [copies, *[0 for _ in parts]]
     most = config.MAX_BATCH.get()
-    return [0, *(max(0, min(most, copies - k * most)) for k in range(parts))]
+    return [0, *(max(0, min(most, copies - k * most)) for k in parts)]
 
 
 class StagedChunks(_Staged):
@@ -464,7 +465,7 @@ class StagedChunks(_Staged):
             moves = kind.moves
             assert moves is not None
             # Written in place: the driver reads both vectors during the call alone.
-            np.take(host, moves.chunk, out=kind.hosts, mode="clip")
+            host.take(moves.chunk, out=kind.hosts, mode="clip")
             np.add(kind.hosts, moves.offset, out=kind.hosts)
             if kind.lead is not None:
                 kind.seen[:] = seen[kind.lead.chunk : kind.lead.chunk + kind.lead.chunks]
@@ -548,20 +549,16 @@ def _joined(places: U64, nbytes: int, cuts: list[int], edges: tuple[int, ...]) -
 
     No copy spans one of the ascending `cuts` or of `edges`.
     """
-    joined: tuple[bool, ...] = (False,)
-    if len(places) == 1:
-        low = high = places.item(0)
-    else:
-        low, high = int(np.minimum.reduce(places)), int(np.maximum.reduce(places))
-        joined = (False, *(places[1:] == places[:-1] + np.uint64(nbytes)).tolist())
-    high += nbytes
+    starts = places.tolist()
+    low, high = min(starts), max(starts) + nbytes
+    joined = (False, *[at == before + nbytes for before, at in itertools.pairwise(starts)])
     at = bisect.bisect_right(cuts, low)
     borders = cuts[at : bisect.bisect_left(cuts, high, at)] if at < len(cuts) and cuts[at] < high else []
     if edges:
         borders = sorted({*borders, *(edge for edge in edges if low < edge < high)})
     if not borders:
         return joined, False
-    between, starts = set(borders), places.tolist()
+    between = set(borders)
     joined = tuple(one and start not in between for one, start in zip(joined, starts, strict=True))
     for start in starts:
         at = bisect.bisect_right(borders, start)

@@ -16,7 +16,7 @@ __all__ = ["StagingRing", "StagingRings", "StagingSlot"]
 class StagingSlot:
     """Device memory, the event after which it may be written, and the event after which it may be read."""
 
-    __slots__ = ("address", "buffer", "free", "full")
+    _slots__ = ("address", "buffer", "free", "full")
 
     def __init__(self, nbytes: int, device: int) -> None:
         d = driver()
@@ -47,6 +47,8 @@ class StagingRing:
         Which slot was the last.
     start : int
         An event that programs record ahead of their first slot.
+    slots : list of StagingSlot
+        All of them.
     programs : dict
         Those of the staged engine.
     """
@@ -55,30 +57,21 @@ class StagingRing:
         self.lock = fork.lock()
         self.nbytes = nbytes
         self.copies, self.packs = Stream(device), Stream(device)
-        self._slots: list[StagingSlot] = []
+        self.slots: list[StagingSlot] = []
         try:
-            while len(self._slots) < depth:
-                self._slots.append(StagingSlot(nbytes, device))
+            while len(self.slots) < depth:
+                self.slots.append(StagingSlot(nbytes, device))
         except BaseException:
-            for slot in self._slots:
+            for slot in self.slots:
                 slot.discard()
             raise
         self.turn = 0
         self.start = driver().event_create()
         self.programs: dict[Any, Any] = {}
 
-    @property
-    def depth(self) -> int:
-        """Slots."""
-        return len(self._slots)
-
     def coming(self, count: int) -> list[StagingSlot]:
         """The slots whose turn it is next, as often as it comes."""
-        return [self._slots[(self.turn + 1 + k) % len(self._slots)] for k in range(count)]
-
-    def advance(self, count: int) -> None:
-        """Note that a program used that many."""
-        self.turn = (self.turn + count) % len(self._slots)
+        return [self.slots[(self.turn + 1 + k) % len(self.slots)] for k in range(count)]
 
 
 class StagingRings:

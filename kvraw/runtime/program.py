@@ -10,6 +10,7 @@ on).
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -79,6 +80,7 @@ class DriverFunctions:
     addresses: dict[str, int]
     error: Callable[[str, int, int | None], DriverError]
 
+    @functools.cached_property
     def table(self) -> I64:
         """Addresses in the order in which the runner looks for them."""
         places = {**pr.CALLS, pr.EXCHANGE: "cuThreadExchangeStreamCaptureMode"}
@@ -89,6 +91,9 @@ def driver_functions(driver: object) -> DriverFunctions | None:
     """Addresses of a driver's functions; None for a driver that has none, as those of tests."""
     if not isinstance(driver, CudaDriver):
         return None
+    known: DriverFunctions | None = vars(driver).get("program_functions")
+    if known is not None:
+        return known
     versions = {"cuMemcpyBatchAsync": 12080}  # the nine-argument form
     names = (*pr.CALLS.values(), "cuThreadExchangeStreamCaptureMode")
     found = {name: driver._address(name, versions.get(name, 12000)) for name in names}
@@ -101,7 +106,8 @@ def driver_functions(driver: object) -> DriverFunctions | None:
         except DriverError as made:
             return made.with_traceback(None) if index is None else made.at(index)
 
-    return DriverFunctions(found, error)
+    known = vars(driver)["program_functions"] = DriverFunctions(found, error)
+    return known
 
 
 def _compile() -> Entry:
@@ -154,7 +160,6 @@ class Program:
         "_driver",
         "_entry",
         "_functions",
-        "_functions_array",
         "_header",
         "_header_address",
         "_links",
@@ -181,30 +186,30 @@ class Program:
         self._names = dict(commands.names)
         self._marks = {row: np.zeros((limit + 63) // 64, np.uint64) for row, limit in commands.limits.items()}
         at = int(self.vector.ctypes.data)
-        marks = {row: int(array.ctypes.data) for row, array in self._marks.items()}
-        rows, links = commands.resolved(at, marks)
-        self._table: U64 = np.array(rows, np.uint64).reshape(-1, pr.WORDS)
+        self._table: U64 = np.array(commands.words, np.uint64).reshape(-1, pr.WORDS)
+        for word, value in commands.addresses:
+            self._table.flat[word] = at + 8 * value
+        for row, array in self._marks.items():
+            self._table[row, 6] = array.ctypes.data
         start = int(self._table.ctypes.data)
-        self._links: U64 = np.array(links, np.uint64).reshape(-1, 3)
+        self._links: U64 = np.array(commands.links, np.uint64).reshape(-1, 3)
         # The compiled runner's: a word and a value by their addresses.
         self._addressed: U64 = self._links * np.array([8, 8, 1], np.uint64) + np.array([start, at, 0], np.uint64)
         self._header: U64 = np.zeros(pr.HEADER_WORDS, np.uint64)
         self._header_address = int(self._header.ctypes.data)
         head = self._header.view(np.int64)
-        head[pr.ROWS], head[pr.ROW_COUNT] = start, len(rows)
-        head[pr.LINKS], head[pr.LINK_COUNT] = self._addressed.ctypes.data, len(links)
+        head[pr.ROWS], head[pr.ROW_COUNT] = start, len(commands)
+        head[pr.LINKS], head[pr.LINK_COUNT] = self._addressed.ctypes.data, len(self._links)
         head[pr.VALUES], head[pr.RELEASE] = at, release
         head[pr.ATTRIBUTES] = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, and no locations
         head[pr.COPY_2D_AT + 2] = head[pr.COPY_2D_AT + 9] = 4  # CU_MEMORYTYPE_UNIFIED, both sides
         self._entry: Entry | None = None
         self._functions = driver_functions(driver) if functions is None else functions
         if self._functions is not None:
-            missing = [name for name in pr.calls_of(rows) if not self._functions.addresses.get(name)]
-            if missing:
+            if not all(self._functions.addresses.get(name) for name in commands.calls()):
                 self._functions = None  # Python says what is missing, or does without
             else:
-                self._functions_array = self._functions.table()
-                head[pr.FUNCTIONS] = self._functions_array.ctypes.data
+                head[pr.FUNCTIONS] = self._functions.table.ctypes.data
                 COMPILED.start()
                 self._entry = COMPILED.entry
 

@@ -40,13 +40,12 @@ A program begins with its links: each stores a value, plus a number, as an opera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 __all__ = ["IDS", "IDS_COUNT", "Address", "Commands", "Operand", "Value"]
 
 WORDS = 8  # of a row
+_MASK = 2**64 - 1
 (LAUNCH, COPY, BATCH, COPY_2D, MEMSET, RECORD, WAIT, REACHED, UNCAPTURED, ON_DEVICE, SAME_MEMORY, EACH) = range(1, 13)
 CHECK, WRITE = 13, 14
 DRIVER_ROWS = EACH  # up to here a row calls the driver
@@ -121,14 +120,6 @@ Operand = int | Value | Address
 IDS, IDS_COUNT = Value(0), Value(1)
 
 
-class Link(NamedTuple):
-    """A word of the table that a value is stored to."""
-
-    word: int
-    value: int
-    add: int
-
-
 class Commands:
     """Rows in the order in which a program carries them out.
 
@@ -136,7 +127,9 @@ class Commands:
     """
 
     def __init__(self) -> None:
-        self.rows: list[tuple[Operand, ...]] = []
+        self.words: list[int] = []  # of all rows
+        self.links: list[int] = []  # three each: a word, the value that is stored to it, and what is added
+        self.addresses: list[tuple[int, int]] = []  # words that hold where a value lies
         self.names: dict[int, str] = {}  # of what CHECK rows check
         self.limits: dict[int, int] = {}  # of those whose ids must be distinct
         self.values = 2
@@ -146,9 +139,19 @@ class Commands:
         first, self.values = self.values, self.values + count
         return Value(first)
 
-    def _row(self, *words: Operand) -> int:
-        self.rows.append((*words, *[0] * (WORDS - len(words))))
-        return len(self.rows) - 1
+    def _row(self, op: int, *operands: Operand) -> int:
+        words, at = self.words, len(self.words)
+        words += (op, 0, 0, 0, 0, 0, 0, 0)
+        for place, operand in enumerate(operands, at + 1):
+            if type(operand) is Value:
+                if operand.index >= self.values:
+                    raise ValueError(f"row {at // WORDS} uses value {operand.index}, of {self.values}")
+                self.links += (place, operand.index, operand.add & _MASK)
+            elif type(operand) is Address:
+                self.addresses.append((place, operand.value))
+            else:
+                words[place] = int(operand) & _MASK  # type: ignore[arg-type]
+        return at // WORDS
 
     def launch(
         self, kernel: Operand, blocks: Operand, threads: Operand, stream: Operand, params: Operand, shared: Operand = 0
@@ -249,28 +252,9 @@ class Commands:
             raise ValueError(f"width is {width}, must be 4 or 8")
         return self._row(WRITE, dst, src, count, width, add, first)
 
-    def resolved(self, values: int, marks: dict[int, int]) -> tuple[list[tuple[int, ...]], list[Link]]:
-        """Rows as integers, and the links, for values at an address and marks at one for each row that has some."""
-        rows: list[tuple[int, ...]] = []
-        links: list[Link] = []
-        for at, row in enumerate(self.rows):
-            words: list[int] = []
-            for k, operand in enumerate(row):
-                if isinstance(operand, Value):
-                    if operand.index >= self.values:
-                        raise ValueError(f"row {at} uses value {operand.index}, of {self.values}")
-                    links.append(Link(at * WORDS + k, operand.index, operand.add % 2**64))
-                    words.append(0)
-                elif isinstance(operand, Address):
-                    words.append(values + 8 * operand.value)
-                else:
-                    words.append(operand % 2**64)
-            if at in marks:
-                words[6] = marks[at]
-            rows.append(tuple(words))
-        return rows, links
+    def __len__(self) -> int:
+        return len(self.words) // WORDS
 
-
-def calls_of(rows: Sequence[Sequence[int]]) -> set[str]:
-    """The driver functions that rows call."""
-    return {CALLS[row[0]] for row in rows if row[0] in CALLS}
+    def calls(self) -> set[str]:
+        """The driver functions that rows call."""
+        return {CALLS[op] for op in set(self.words[::WORDS]) if op in CALLS}

@@ -10,7 +10,6 @@ import pytest
 
 import kvraw
 from kvraw.copying.plan import CopyPlan, Side
-from kvraw.copying.staging_ring import StagingRing
 from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -31,11 +30,15 @@ def place(device: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Staging slots of each call that was run as a program."""
+    """Streams beside its own of each call that was run as a program: those of staging slots."""
     found: list[int] = []
-    run, advance = Operation.run, StagingRing.advance
-    monkeypatch.setattr(Operation, "run", lambda *args, **more: found.append(0) or run(*args, **more))
-    monkeypatch.setattr(StagingRing, "advance", lambda ring, slots: found.append(slots) or advance(ring, slots))
+    real = Operation.run
+
+    def run(self: Operation, *args: Any, streams: tuple[int, ...] = ()) -> bool:
+        found.append(len(streams))
+        return real(self, *args, streams=streams)
+
+    monkeypatch.setattr(Operation, "run", run)
     return found
 
 
