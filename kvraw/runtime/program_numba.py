@@ -250,7 +250,9 @@ def _run_source(header: Any, ids: Any) -> Any:
             detail = 0
             while detail < d and result == 0:
                 at = 8 * detail
-                result = _copy(f, _load(a + at), _load(b + at), _load(c + at), e)
+                size = _load(c + at)
+                if size:
+                    result = _copy(f, _load(a + at), _load(b + at), size, e)
                 detail += 1
             detail = detail - 1 if result else 0
         elif op == COPY_2D:
