@@ -161,7 +161,7 @@ class BoundCopies:
             made = -1
             if len(self._groups) == 1 and copy_engine.COMPILED.entry is not None:
                 made = self._enumerate(src_index, dst_index, ranges.words)
-            if made > 0 and not ranges.pageable and submission.fits(state, stream, made):
+            if made > 0 and not ranges.pageable and submission.fits(state, stream):
                 done = self._submit(state, stream, made, refs)
                 if done is not None:
                     return done

@@ -117,6 +117,7 @@ class IndexedLaunch:
         c = Commands()
         stream, event, ctas, threads = c.value(), c.value(), c.value(), c.value()
         self._asked = -1
+        c.on_device(state.device)
         c.uncaptured(stream)
         if asks:
             asked: Value = c.value(2)
@@ -160,7 +161,8 @@ class IndexedLaunch:
             stream, or the pinned memory is no longer what it was.
         """
         state, program = self._state, self._program
-        if state.owner.context_device() != state.device:  # ahead of all: events are made in the current context
+        # The program asks as well; but an event, where none is at hand, is made in the current context.
+        if not state.books.events and state.owner.context_device() != state.device:
             return None
         operation = state.books.begin(stream)
         try:
@@ -188,16 +190,10 @@ class IndexedLaunch:
                 if count != self._count:
                     self._shape(count)
                 values[self._stream], values[self._event] = stream, operation._event  # type: ignore[assignment]
-                operation.enqueued.append(stream)
-                operation.recorded = program.run()
-            if operation.recorded:
-                return operation.commit(refs)
-            operation.enqueued.clear()
+                return operation.run_whole(program, refs)
         except BaseException:
             operation.abort()
             raise
-        operation.abort()
-        return None
 
     def add_to(self, c: Commands, stream: Value, job: Value) -> None:
         """Add the launch to other commands, whose `JOB` values from `job` on are what `job` returns."""

@@ -124,8 +124,7 @@ class RepeatedCalls:
         if not operation.recorded or self._gpu.chooser.settled_choice(call) is None:
             return
         call = _without_owners(call)
-        kernel = choice.engine == "kernel"
-        bound = self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
+        bound = self._gpu.bound(state, call, choice.engine)
         if len(self._placed) >= _MOST:
             self._placed.clear()
         self._placed[key] = state, bound
@@ -143,8 +142,7 @@ class RepeatedCalls:
                 return
             self._joins.add(size)
         call = _without_owners(call)
-        kernel = choice.engine == "kernel"
-        bound = self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
+        bound = self._gpu.bound(state, call, choice.engine)
         if bound is None:
             return
         if len(self._kinds) >= _MOST:

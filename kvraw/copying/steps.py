@@ -46,6 +46,7 @@ class BoundSteps:
         copies, jobs = c.value(3 * sum(n for n, _ in order)), c.value(IndexedLaunch.JOB * len(self._numbers))
         self._stream, self._event = stream.index, event.index
         self._written = asked.index
+        c.on_device(state.device)
         c.uncaptured(stream)
         for k in range(asked.index, asked.index + 2 * asks, 2):
             c.same_memory(Value(k), Value(k + 1))
@@ -92,7 +93,8 @@ class BoundSteps:
             stream, or other memory lies at an address.
         """
         state, program, launches = self.state, self._program, self._launches
-        if state.owner.context_device() != state.device:  # ahead of all: events are made in the current context
+        # The program asks as well; but an event, where none is at hand, is made in the current context.
+        if not state.books.events and state.owner.context_device() != state.device:
             return None
         operation = state.books.begin(stream)
         try:
@@ -106,13 +108,7 @@ class BoundSteps:
                 values[self._stream] = stream
                 values[self._event] = operation._event  # type: ignore[assignment]
                 values[self._written : self._written + len(words)] = memoryview(array("Q", words))
-                operation.enqueued.append(stream)
-                operation.recorded = program.run()
-            if operation.recorded:
-                return operation.commit(refs)
-            operation.enqueued.clear()
+                return operation.run_whole(program, refs)
         except BaseException:
             operation.abort()
             raise
-        operation.abort()
-        return None

@@ -256,10 +256,13 @@ class Operation(Completion):
             del enqueued[before:]
         return done
 
-    def finish(self, refs: object) -> Completion | None:
-        """`commit` where a program enqueued the operation, `abort` and None where it enqueued nothing."""
+    def run_whole(self, program: Runs, refs: object) -> Completion | None:
+        """`run` and `commit` for a program without ids; where it enqueued nothing, `abort` and None."""
+        self.enqueued.append(self.stream)
+        self.recorded = program.run()
         if self.recorded:
             return self.commit(refs)
+        self.enqueued.clear()
         self.abort()
         return None
 
