@@ -17,8 +17,7 @@ from kvraw.addresses import FIRST, TOP, in_reach
 from kvraw.checks import integer
 from kvraw.errors import BoundsError, DriverError, HostMemoryError
 from kvraw.runtime.driver import driver
-from kvraw.runtime.host import backing as facts
-from kvraw.runtime.host import libc, shm
+from kvraw.runtime.host import backing, libc, shm
 from kvraw.runtime.host.registration import Registration, give_up, is_registered, note_allocation
 from kvraw.runtime.memory import PinnedBuffer
 
@@ -273,7 +272,7 @@ def _join_pages(memory: HostMapping) -> None:
         memory.huge_pages = "refused"
         return
     # The advice is taken without complaint where the machine never follows it.
-    memory.huge_pages = "transparent" if facts.transparent_setting() != "never" else "refused"
+    memory.huge_pages = "transparent" if backing.transparent_setting() != "never" else "refused"
 
 
 def _explicit(nbytes: int, kind: str) -> HostMapping:
@@ -289,7 +288,7 @@ def _no_huge_pages(nbytes: int, kind: str, error: OSError) -> tuple[str, str]:
     page = HUGE[kind]
     need = _round(nbytes, page) // page
     at = f"/sys/kernel/mm/hugepages/hugepages-{page >> 10}kB/nr_hugepages"
-    there = facts.free_huge_pages(page)
+    there = backing.free_huge_pages(page)
     if there is None or error.errno == errno.EINVAL:
         return f"{kind} pages: this kernel has none", "ask for another kind"
     return (
@@ -300,14 +299,14 @@ def _no_huge_pages(nbytes: int, kind: str, error: OSError) -> tuple[str, str]:
 
 def _bind(memory: HostMapping, node: int | str, device: int | None, strict: bool) -> None:
     if node == "device":
-        found = None if device is None else facts.device_node(device)
+        found = None if device is None else backing.device_node(device)
         if found is None:
             why = "no device is named" if device is None else f"the node of device {device} is not known"
             memory.lose(f"NUMA binding: {why}", "name a device, or the node itself", strict)
             return
         node = found
     node = integer("node", node)
-    known = facts.nodes()
+    known = backing.nodes()
     if known and node not in known:
         raise BoundsError(f"node is {node}, must be one of {known}, the nodes with memory")
     try:
