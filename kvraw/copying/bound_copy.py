@@ -59,6 +59,8 @@ class BoundCopy:
         `engine` is a wish: where it cannot carry a call out, another does.
     ctas, threads : int, optional
         Most thread blocks of any kernel, 0 means none: the copy engine alone; and most threads of a block.
+    neighbour, max_rate : str, float
+        As of `Chooser`.
     check : bool
         Check indices, in the kernel where they lie on the device.
     distinct : bool
@@ -74,6 +76,8 @@ class BoundCopy:
         engine: str = "auto",
         where_possible: bool = False,
         ctas: int | None = None,
+        neighbour: str = "busy",
+        max_rate: float = 0.0,
         threads: int = THREADS,
         check: bool = True,
         distinct: bool = False,
@@ -82,7 +86,9 @@ class BoundCopy:
         self.plan, self.ctas = plan, ctas
         self._check, self._names = check, index_names
         self.kernel = KernelPlan(plan, ctas=ctas or None, threads=threads, check=check, names=index_names)
-        self.chooser = Chooser(plan, engine, where_possible=where_possible, ctas=ctas)
+        self.chooser = Chooser(
+            plan, engine, where_possible=where_possible, ctas=ctas, neighbour=neighbour, max_rate=max_rate
+        )
         self._described = copy_engine.DescriptorPlan(plan)
         self._staged: dict[tuple[str, bytes], StagedPlan] = {}
         self._last_staged: tuple[AddressTable, str, StagedPlan] | None = None
