@@ -237,4 +237,5 @@ class VLLMBlocks(VLLMBatch):
         ]
 
     def _enqueue(self, at: int) -> None:
-        vllm.swap_blocks(*self._tensors, self.case.row, self._mappings[at % len(self._mappings)])
+        src, dst = self._tensors
+        vllm.swap_blocks(src, dst, self.case.row, self._mappings[at % len(self._mappings)])
