@@ -162,11 +162,11 @@ class IndexedLaunch:
         state, program = self._state, self._program
         if state.owner.context_device() != state.device:  # ahead of all: events are made in the current context
             return None
-        operation = state.books.begin(stream)
+        operation = state.completions.begin(stream)
         try:
             status = 0
             if self.plan.check:
-                status = state.board.take(operation, self.plan, 0, on_error)
+                status = state.status.take(operation, self.plan, 0, on_error)
             with self._lock:
                 words, values, (src, dst) = self._words, self._values, self._index
                 if src >= 0:

@@ -223,10 +223,10 @@ class KernelPlan:
             upload: Upload | None = None
             if self._upload_words:
                 upload = state.take_upload(self._upload_words)
-                operation.then(functools.partial(state.give_upload, upload))
+                operation.on_done(functools.partial(state.give_upload, upload))
             status = 0
             if self.check and (src_kind > 1 or dst_kind > 1):
-                status = state.board.take(operation, self, origin, on_error)
+                status = state.status.take(operation, self, origin, on_error)
             self._write((src, dst), first, count, upload)
             bits = self._bits[0] | self._bits[1]
             if bits != self._last_bits:
@@ -377,7 +377,7 @@ class KernelPlan:
             if table is not None:
                 words[ka.TABLE[k]], self._bits[k] = table.address, table.bits
 
-    def found(self, where: int, value: int, origin: int) -> Exception:
+    def describe_fault(self, where: int, value: int, origin: int) -> Exception:
         """The error for what the kernel wrote."""
         which, signed = where & 1, value - 2**64 if value >= 2**63 else value
         side = (self.plan.src_flat, self.plan.dst_flat)[which]

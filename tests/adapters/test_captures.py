@@ -12,8 +12,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import deferred_errors as found
-from kvraw.adapters import sglang, vllm
+from kvraw.adapters import deferred_errors, sglang, vllm
 from kvraw.adapters.lmcache import _place
 from kvraw.copying.device_state import device_state
 from kvraw.runtime.completion import Captured
@@ -28,7 +27,7 @@ from tests.helpers.torch_like import TorchLike
 
 @pytest.fixture
 def w(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    found._found[0].clear()
+    deferred_errors._found[0].clear()
     made = TorchLike(0).install(monkeypatch)
     assert made.stream is not None
     handle = made.stream.handle
@@ -113,7 +112,7 @@ def test_what_a_graph_uses_is_kept(fake: FakeDriver, w: TorchLike, monkeypatch: 
         run()
         w.synchronize()
     with DeviceScope(0):
-        device_state(0).books.drain()
+        device_state(0).completions.drain()
     gc.collect()
     assert ended
     assert all(ref() is not None for ref in ended)

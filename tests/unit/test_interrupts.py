@@ -15,12 +15,11 @@ import pytest
 import kvraw
 from kvraw import host_kv_pool, pages
 from kvraw.runtime.host import pool as pool_module
-from kvraw.runtime.host import suballoc
-from kvraw.runtime.host import usage as inuse
+from kvraw.runtime.host import suballoc, usage
 from kvraw.runtime.host.backing import BackingInfo
 from kvraw.runtime.host.mapping import HostOptions
 
-FILES = {m.__file__ for m in (inuse, pool_module, suballoc, pages, host_kv_pool)}
+FILES = {m.__file__ for m in (usage, pool_module, suballoc, pages, host_kv_pool)}
 PAGE = 4096
 
 
@@ -139,7 +138,7 @@ def test_free_beside_transfers_and_their_end() -> None:
         pool, chunks = make()
         transfers = [Transfer(1, chunks[:2]), Transfer(2, chunks[1:3]), Transfer(3)]
         for one in transfers:
-            pool.borrow(one)  # type: ignore[arg-type]
+            pool.mark_used(one)  # type: ignore[arg-type]
 
         def work() -> None:
             pool.free(chunks[:2])
