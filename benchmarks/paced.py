@@ -119,7 +119,7 @@ class Transfers:
 
         def enqueue() -> Any:
             with DeviceScope(0):
-                operation = state.books.begin(stream.cuda_stream)
+                operation = state.completions.begin(stream.cuda_stream)
                 kernel.enqueue(state, operation, *ends, 0, self.count, link=True, rate=rate, way=way)
                 return operation.commit(None)
 

@@ -58,7 +58,7 @@ class Rows:
         ends = [Operands(t, i) for t, i in zip(self.tables(), indices, strict=True)]
         assert self.w.stream is not None
         with DeviceScope(self.device):
-            operation = self.state.books.begin(self.w.stream.handle)
+            operation = self.state.completions.begin(self.w.stream.handle)
             try:
                 self.kernel.enqueue(self.state, operation, *ends, 0, count, link=True, rate=rate, way=way)
                 return operation.commit((self, ids))
