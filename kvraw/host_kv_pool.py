@@ -360,10 +360,10 @@ class HostKVPool(NotPicklable):
             calls = [copy.call(*pair, here.count, src_index=here, dst_index=there) for pair in bases]
             if not capturing:
                 own = state.side_stream("layers").handle
-                event = state.books.take_event()
+                event = state.completions.take_event()
                 driver().event_record(event, stream)
                 driver().stream_wait_event(own, event)
-                state.books.give_event(event)
+                state.completions.give_event(event)
             try:
                 for call in calls:
                     call.capturing = capturing
@@ -371,7 +371,7 @@ class HostKVPool(NotPicklable):
                     copies.append(Copy(*done, device))
             finally:
                 if copies and copies[-1].completion is not None:
-                    self._pool.borrow(copies[-1].completion)  # those before it are over when it is
+                    self._pool.mark_used(copies[-1].completion)  # those before it are over when it is
         return copies
 
     def _all(
@@ -384,7 +384,7 @@ class HostKVPool(NotPicklable):
             refs = (cache, self._chunk)
             done = copy(src, dst, at.count, src_index=at, dst_index=to, stream=stream, refs=refs)
             if done.completion is not None:
-                self._pool.borrow(done.completion)
+                self._pool.mark_used(done.completion)
             return done
 
     def _prepared(

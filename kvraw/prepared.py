@@ -312,7 +312,7 @@ class PreparedCopy:
         `link` says that host memory takes part, `captured` that a capture is in progress on the stream; `on_error`
         receives what the kernel found in indices on the device, where nobody waits for the copy.
         """
-        operation = state.books.begin(stream, captured=captured)
+        operation = state.completions.begin(stream, captured=captured)
         try:
             self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, on_error=on_error)
             completion = operation.commit(refs)

@@ -23,7 +23,7 @@ from kvraw.layouts.formats import ChunkLayout
 from kvraw.layouts.geometry import chunk_side, copy_plan, find_chunk_layout
 from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope, reset_error
-from kvraw.runtime.host.usage import Running
+from kvraw.runtime.host.usage import HostWork
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["Direction", "Transfer", "TransferPlan"]
@@ -289,9 +289,9 @@ class TransferPlan(NotPicklable):
         if count > 0:
             paged, flat = Operands(self.cache.bases, index), Operands(row.addresses)
             src, dst = (paged, flat) if self.direction == "store" else (flat, paged)
-            running = Running()  # another thread may free chunks or close their pool meanwhile
+            running = HostWork()  # another thread may free chunks or close their pool meanwhile
             try:
-                row.borrow(running)
+                row.mark_used(running)
                 if self._cpu is not None:
                     self._cpu.copy(src, dst, skip, count)
                 else:
@@ -341,11 +341,11 @@ class TransferPlan(NotPicklable):
                 self._require_context(state)
             capturing = state.owner.stream_capturing(stream)
             own = state.side_stream(self.direction).handle if side and not capturing else stream
-            operation = state.books.begin(own, captured=capturing)
+            operation = state.completions.begin(own, captured=capturing)
             try:
                 # What a graph uses is its owner's to keep: it is never known to be over.
                 if not capturing:
-                    row.borrow(operation)
+                    row.mark_used(operation)
                 if own != stream:
                     operation.follow(stream)
                 chunks = AddressTable(row.addresses, addresses, link, tuple(row.edges), bits=row.bits)

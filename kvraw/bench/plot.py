@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw", "require_figure", "size_text"]
+__all__ = ["draw", "draw_beside", "require_figure", "size_text"]
 
 _TITLES = {"store": "store: device to host", "load": "load: host to device"}
 
@@ -80,4 +80,48 @@ def draw(report: dict[str, Any], path: str | Path) -> None:
     panels[1].legend(fontsize=8, loc="lower right")
     mib = report["options"]["mib"]
     figure.suptitle(f"{machine['name']}: {mib:g} MiB per call, blocks in random order", fontsize=11)
+    figure.savefig(path)
+
+
+def draw_beside(report: dict[str, Any], path: str | Path) -> None:
+    """Draw a report of `kvraw bench --beside decode`: GB/s against what a decode step takes longer, a panel a way.
+
+    Raises
+    ------
+    ValueError
+        matplotlib cannot be imported, or does not know the file's suffix.
+    """
+    Figure = require_figure()  # noqa: N806
+    rows = [row for row in report["rows"] if not row["error"]]
+    ways = [way for way in ("store", "load", "both") if any(row["way"] == way for row in rows)]
+    figure = Figure(figsize=(5 * len(ways) + 2, 5), dpi=100, layout="constrained")
+    panels = figure.subplots(1, len(ways), squeeze=False)[0]
+    names = list(dict.fromkeys((row["door"], row["engine"]) for row in rows))
+    for panel, way in zip(panels, ways, strict=True):
+        for at, (door, engine) in enumerate(names):
+            found = [r for r in rows if (r["door"], r["engine"], r["way"]) == (door, engine, way)]
+            panel.scatter(
+                [r["gb_per_s"] for r in found],
+                [r["p50_percent"] for r in found],
+                s=[12 + 12 * (r["bytes"].bit_length() - 20) for r in found],
+                marker="o^sDvPX*"[at // 10 % 8],
+                color=f"C{at % 10}",
+                alpha=0.7,
+                label=door if engine in ("kvraw", "auto") and door != "plan" else f"{door}: {engine}",
+            )
+        # Percents near zero and those of hundreds on one axis.
+        panel.set_yscale("symlog", linthresh=5)
+        panel.set_yticks([-5, 0, 2, 4, 10, 50, 100, 500], ["-5", "0", "2", "4", "10", "50", "100", "500"])
+        panel.minorticks_off()
+        panel.axhline(0, color="0.4", linewidth=1)
+        panel.set_xlim(left=0)
+        title = {"both": "both at once, GB/s of the slower one"}.get(way, _TITLES.get(way, way))
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("GB/s")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("a decode step takes longer, %")
+    panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    decode = report["decode"]
+    text = f"{report['machine']['name']}: beside a decode of {decode['model']}, batch {decode['batch']}, "
+    figure.suptitle(f"{text}{decode['p50_milliseconds']:.2f} ms a step (larger marks: larger transfers)", fontsize=11)
     figure.savefig(path)

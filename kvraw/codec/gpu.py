@@ -56,11 +56,11 @@ def launch_of(what: str, job: Job) -> Launch:
     return Launch(job.device, stream_kernel(what, size), fill(job), ctas, threads, error, TENSORS)
 
 
-def run_job(what: str, job: Job, stream: int, refs: tuple[object, ...] = (), then: Any = None) -> Operation:
+def run_job(what: str, job: Job, stream: int, refs: tuple[object, ...] = (), on_done: Any = None) -> Operation:
     """Enqueue "cdf", "encode" or "decode"."""
     if job.streams == 0:
         return Operation()
-    return launch_of(what, job).enqueue(stream, (job, *refs), then=then)
+    return launch_of(what, job).enqueue(stream, (job, *refs), on_done=on_done)
 
 
 def run_pack(job: Job, ends: int, packed: int, size: int, stream: int, refs: tuple[object, ...] = ()) -> Operation:

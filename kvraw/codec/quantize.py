@@ -118,9 +118,9 @@ def run(
     symbols: Any,
     maxima: Any,
     stream: Any,
-    then: Callable[[], None] | None = None,
+    on_done: Callable[[], None] | None = None,
 ) -> Operation:
-    """Quantize, or go back; ``then()`` is called when a GPU is through with it."""
+    """Quantize, or go back; ``on_done()`` is called when a GPU is through with it."""
     view = chunk.view
     layers, tokens, channels = view.shape
     middles = bins_per_layer(bins, layers) // 2 - 1
@@ -161,7 +161,7 @@ def run(
     r["middle"][:layers] = middles
     kernel_there = _gpu_kernel("dequantize" if back else "quantize")
     launch = Launch(device, kernel_there, block, rows, THREADS, _not_finite)
-    return launch.enqueue(handle, (view, q, m), then=then)
+    return launch.enqueue(handle, (view, q, m), on_done=on_done)
 
 
 def quantize_into(

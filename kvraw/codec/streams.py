@@ -121,7 +121,7 @@ def _encode_on_host(symbols: TensorView, alphabet: int, cdf: Any, flags: int) ->
 
 def _wait(device: int, stream: int, refs: tuple[object, ...]) -> None:
     """Wait on the host for what a stream was given so far."""
-    device_state(device).books.begin(stream).commit(refs).wait()
+    device_state(device).completions.begin(stream).commit(refs).wait()
 
 
 def _copy(dst: int, src: int, nbytes: int, stream: int) -> None:
@@ -230,7 +230,7 @@ def decode(encoded: Encoded, out: Any = None, *, limit: int | None = None, strea
 
 
 def decode_from_arena(
-    arena: Arena, encoded: Encoded, out: TensorView | None, stream: int, more: list[Any], then: Any = None
+    arena: Arena, encoded: Encoded, out: TensorView | None, stream: int, more: list[Any], on_done: Any = None
 ) -> tuple[Operation, TensorView, list[int]]:
     """Decode on a GPU; without `out`, into the arena. `more` arrays are sent to the device along with the streams."""
     layers, _, channels = encoded.shape
@@ -251,4 +251,4 @@ def decode_from_arena(
             args.PACKED | args.WIDE,
             device,
         )
-        return gpu.run_job("decode", job, stream, (arena,), then), target, rest[:-1]
+        return gpu.run_job("decode", job, stream, (arena,), on_done), target, rest[:-1]

@@ -117,7 +117,7 @@ class BoundCopy:
                 self.enqueue(state, operation, call, choice)
 
             return submit_as_one(state, stream, work, pageable=pageable, refs=refs), "copy"
-        operation = state.books.begin(stream, captured=call.capturing)
+        operation = state.completions.begin(stream, captured=call.capturing)
         try:
             self.enqueue(state, operation, call, choice)
             return operation.commit(refs), choice.engine
@@ -281,7 +281,10 @@ class BoundCopy:
                 self._keep_bound(key, bound)
             addresses = None
             if there is not None:
-                addresses = there.address, state.board.take(operation, self.kernel, 0, on_error) if self._check else 0
+                addresses = (
+                    there.address,
+                    state.status.take(operation, self.kernel, 0, on_error) if self._check else 0,
+                )
             if not _run(operation, bound, bound.run, ids, seen, places, addresses):
                 return False
             ring.advance(bound.steps)

@@ -92,7 +92,7 @@ class _Transfer:
         state = device_state(self.device)
 
         def enqueue() -> Completion:
-            operation = state.books.begin(self.stream.handle)
+            operation = state.completions.begin(self.stream.handle)
             try:
                 plan.enqueue(state, operation, call)
             except BaseException:

@@ -243,11 +243,11 @@ class StagedPlan:
         """
         stream, copies, packs = operation.stream, ring.copies.handle, ring.packs.handle
         writer = packs if self._store else copies
-        d, books = state.owner, state.books
+        d, completions = state.owner, state.completions
         with ring.lock:
             operation.enqueued += [stream, copies, packs]
-            start = books.take_event()
-            operation.then(functools.partial(books.give_event, start))
+            start = completions.take_event()
+            operation.on_done(functools.partial(completions.give_event, start))
             d.event_record(start, stream)
             d.stream_wait_event(writer, start)
             lead, steps = self._steps(first_chunk, chunks)

@@ -131,7 +131,7 @@ class StagedItems:
         becomes zeros. Where nobody waits for the operation, `on_error` receives what kernels find.
         """
         stream, copies, packs = operation.stream, ring.copies.handle, ring.packs.handle
-        d, books, store = state.owner, state.books, self._store
+        d, completions, store = state.owner, state.completions, self._store
         steps = self._steps(call.first, call.count)
         paged = call.side(1 - int(store), on_device=True)
         clear = store and self._check and paged.index is not None and paged.index.host is None
@@ -150,8 +150,8 @@ class StagedItems:
 
         with ring.lock:
             operation.enqueued += [stream, copies, packs]
-            start = books.take_event()
-            operation.then(functools.partial(books.give_event, start))
+            start = completions.take_event()
+            operation.on_done(functools.partial(completions.give_event, start))
             d.event_record(start, stream)
             d.stream_wait_event(packs if store else copies, start)
             ring.enqueue(stream, store, len(steps), pack, move)

@@ -94,10 +94,10 @@ class BoundSteps:
         state, program, launches = self.state, self._program, self._launches
         if state.owner.context_device() != state.device:  # ahead of all: events are made in the current context
             return None
-        operation = state.books.begin(stream)
+        operation = state.completions.begin(stream)
         try:
             sink = on_error if len(self._used) == 1 else once(on_error)
-            tickets = {k: state.board.take(operation, launches[k].plan, 0, sink) for k in self._used}
+            tickets = {k: state.status.take(operation, launches[k].plan, 0, sink) for k in self._used}
             words = asked + copies
             for number, (ids, first, count) in zip(self._numbers, jobs, strict=True):
                 words += launches[number].job(ids, first, count, tickets[number])

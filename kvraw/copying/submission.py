@@ -114,7 +114,7 @@ def submit_short(
     """
     known = state.bound[_NAME]
     batch = known.get(0) or known.setdefault(0, _Batch(state))
-    operation = state.books.begin(stream)
+    operation = state.completions.begin(stream)
     try:
         with batch.lock:
             operation.enqueued.append(stream)
@@ -154,7 +154,7 @@ def submit_as_one(
     """
     capturing = state.owner.stream_capturing(stream)
     aside = stream in LEGACY and not capturing and not pageable
-    operation = state.books.begin(state.side_stream("copy").handle if aside else stream, captured=capturing)
+    operation = state.completions.begin(state.side_stream("copy").handle if aside else stream, captured=capturing)
     try:
         if aside:
             operation.follow(stream)

@@ -1,4 +1,4 @@
-"""What an asynchronous operation borrows lives until an event recorded after it: the books of one device."""
+"""What an asynchronous operation borrows lives until an event recorded after it: the queue of one device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Captured", "Completion", "CompletionQueue", "Operation"]
 
 _log = logging.getLogger("kvraw")
 
-_QUIET = 8  # operations on the books that are left there by the next call
+_QUIET = 8  # operations in the queue that are left there by the next call
 
-Settle = Callable[[], Exception | None]
+Callback = Callable[[], Exception | None]
 
 
 class Completion:
@@ -29,29 +29,40 @@ class Completion:
     ----------
     error : Exception or None
         What it met, once it is over.
-    lost : bool
+    abandoned : bool
         It failed, and nothing will ever tell whether what was enqueued for it is over.
-    told : bool
+    handled : bool
         Somebody learns the error; else it is logged.
     uses : numpy.ndarray of uint64, or None
         Addresses of the chunks that it uses, where it is known.
     """
 
     __slots__ = (
-        *("__weakref__", "_books", "_event", "_pending", "_refs", "_reports", "_settle", "error", "lost", "on_error"),
-        *("stream", "uses"),
+        *(
+            "__weakref__",
+            "_callbacks",
+            "_checks",
+            "_event",
+            "_pending",
+            "_queue",
+            "_refs",
+            "abandoned",
+            "error",
+            "handled",
+        ),
+        *("handled", "stream", "uses"),
     )
 
-    def __init__(self, books: CompletionQueue, event: int | None, stream: int | None) -> None:
+    def __init__(self, queue: CompletionQueue, event: int | None, stream: int | None) -> None:
         self.stream = stream
         self.error: Exception | None = None
-        self._books = books
+        self._queue = queue
         self._event = event
-        self._pending = self.on_error = self.lost = False
+        self._pending = self.handled = self.abandoned = False
         self.uses: Any = None
         self._refs: object = None
-        self._reports: tuple[Settle, ...] = ()
-        self._settle: tuple[Settle, ...] = ()
+        self._checks: tuple[Callback, ...] = ()
+        self._callbacks: tuple[Callback, ...] = ()
 
     def __repr__(self) -> str:
         where = "" if self.stream is None else f" on stream {self.stream:#x}"
@@ -63,7 +74,7 @@ class Completion:
         """Whether the operation is over; settles it if so."""
         with relaxed():
             over = self.over()
-        self._books.let_go()
+        self._queue.release_refs()
         return over
 
     def over(self) -> bool:
@@ -75,7 +86,7 @@ class Completion:
             return False
         if self._event is None:
             return True
-        with self._books.settle_lock:
+        with self._queue.lock:
             if self._event is not None:
                 if not driver().event_done(self._event):
                     return False
@@ -90,7 +101,7 @@ class Completion:
         TransferTimeoutError
             It is not after `timeout` seconds; it goes on.
         """
-        self.on_error = True
+        self.handled = True
         event = self._event
         if timeout is not None:
             self._wait_until(time.monotonic() + timeout, timeout)
@@ -98,10 +109,10 @@ class Completion:
         if event is None or self.done():
             return
         driver().event_synchronize(event)
-        with self._books.settle_lock:
+        with self._queue.lock:
             if self._event is not None:
                 self._finish()
-        self._books.let_go()
+        self._queue.release_refs()
 
     def _wait_until(self, deadline: float, timeout: float) -> None:
         pause = 20e-6
@@ -114,7 +125,7 @@ class Completion:
 
     def wait_on(self, stream: int) -> None:
         """Make a stream of the same device wait until the operation is over."""
-        with self._books.settle_lock:
+        with self._queue.lock:
             if self._event is not None:
                 driver().stream_wait_event(stream, self._event)
 
@@ -131,23 +142,23 @@ class Completion:
             return
         self._pending = True
         try:
-            reports, self._reports = self._reports, ()
-            settle, self._settle = self._settle, ()
+            checks, self._checks = self._checks, ()
+            callbacks, self._callbacks = self._callbacks, ()
             # The error is there before the event is gone: whoever finds no event looks for it.
-            self.error = _run(reports) or self.error
-            self.error = _run(settle) or self.error
+            self.error = _run(checks) or self.error
+            self.error = _run(callbacks) or self.error
             event, self._event = self._event, None
         finally:
             self._pending = False
         if event is not None:
-            self._books.give_event(event)
-        self._books.dead.append(self._refs)
+            self._queue.give_event(event)
+        self._queue.released.append(self._refs)
         self._refs = None
 
 
-def _run(settle: tuple[Settle, ...]) -> Exception | None:
+def _run(callbacks: tuple[Callback, ...]) -> Exception | None:
     error = None
-    for one in settle:
+    for one in callbacks:
         error = one() or error
     return error
 
@@ -158,14 +169,14 @@ class Captured(Completion):
     __slots__ = ()
 
     def __init__(
-        self, books: CompletionQueue, refs: object, reports: tuple[Settle, ...], settle: tuple[Settle, ...]
+        self, queue: CompletionQueue, refs: object, checks: tuple[Callback, ...], callbacks: tuple[Callback, ...]
     ) -> None:
-        super().__init__(books, None, None)
-        self._refs, self._reports, self._settle = refs, reports, settle  # the last is never called
+        super().__init__(queue, None, None)
+        self._refs, self._checks, self._callbacks = refs, checks, callbacks  # the last is never called
 
     def wait(self, timeout: float | None = None) -> None:
         """Take up what replays reported since the last call; waits for nothing."""
-        self.error = _run(self._reports)
+        self.error = _run(self._checks)
 
 
 class Operation(Completion):
@@ -187,20 +198,20 @@ class Operation(Completion):
 
     stream: int
 
-    def __init__(self, books: CompletionQueue, stream: int, captured: bool) -> None:
+    def __init__(self, queue: CompletionQueue, stream: int, captured: bool) -> None:
         self.stream, self.error = stream, None
-        self._books, self.captured = books, captured
+        self._queue, self.captured = queue, captured
         if captured:
             self._event = None
-        elif books.events:
+        elif queue.events:
             try:
-                self._event = books.events.pop()
+                self._event = queue.events.pop()
             except IndexError:  # another thread took it
-                self._event = books.take_event()
+                self._event = queue.take_event()
         else:
-            self._event = books.take_event()
-        self._pending, self.on_error, self.lost, self.uses = True, False, False, None
-        self._refs, self._reports, self._settle = None, (), ()
+            self._event = queue.take_event()
+        self._pending, self.handled, self.abandoned, self.uses = True, False, False, None
+        self._refs, self._checks, self._callbacks = None, (), ()
         self.enqueued: list[int] = []
         self.recorded = False
 
@@ -209,18 +220,18 @@ class Operation(Completion):
         """The event to be recorded; None where it is captured."""
         return self._event
 
-    def report(self, report: Settle) -> None:
+    def add_check(self, report: Callback) -> None:
         """Call this once the operation is over; what it returns is the operation's error."""
-        self._reports += (report,)
+        self._checks += (report,)
 
-    def then(self, settle: Settle) -> None:
+    def on_done(self, callbacks: Callback) -> None:
         """Call this once the operation is over, after all reports."""
-        self._settle += (settle,)
+        self._callbacks += (callbacks,)
 
     def follow(self, stream: int) -> None:
         """Make the operation's stream wait for what another stream was given so far."""
-        event = self._books.take_event()
-        self.then(functools.partial(self._books.give_event, event))
+        event = self._queue.take_event()
+        self.on_done(functools.partial(self._queue.give_event, event))
         driver().event_record(event, stream)
         driver().stream_wait_event(self.stream, event)
 
@@ -228,16 +239,16 @@ class Operation(Completion):
         """Record the event on the stream behind all that was enqueued, and keep `refs` until it is reached."""
         if self._event is None:
             self._pending = False
-            made = Captured(self._books, refs, self._reports, self._settle)
-            self._books.captured.append(made)
+            made = Captured(self._queue, refs, self._checks, self._callbacks)
+            self._queue.captured.append(made)
             return made
         self.enqueued.append(self.stream)
         try:
-            books = self._books
+            queue = self._queue
             if not self.recorded:
-                books.owner.event_record(self._event, self.stream)
+                queue.owner.event_record(self._event, self.stream)
             self._refs = refs
-            books._open.append(self)
+            queue._open.append(self)
         except BaseException:
             self.abort()
             raise
@@ -248,7 +259,7 @@ class Operation(Completion):
         """Give everything back after a failure; waits where work was enqueued, since nothing else tells its end."""
         if not self._pending:
             return
-        settle, event, refs, over = self._reports + self._settle, self._event, self._refs, False
+        callbacks, event, refs, over = self._checks + self._callbacks, self._event, self._refs, False
         try:
             if self.captured and self.enqueued:
                 raise DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, "cuStreamSynchronize")
@@ -259,14 +270,14 @@ class Operation(Completion):
             pass
         finally:
             if not over:
-                self._books.lost.append((settle, refs))  # never used again: work may still hold it
+                self._queue.abandoned.append((callbacks, refs))  # never used again: work may still hold it
             # What is lost counts as under way for ever: so does the memory that it borrowed.
-            self._event, self._reports, self._settle, self._refs, self._pending = None, (), (), None, not over
-            self.lost = not over
+            self._event, self._checks, self._callbacks, self._refs, self._pending = None, (), (), None, not over
+            self.abandoned = not over
         if over:
             if event is not None:
-                self._books.give_event(event)
-            _run(settle)
+                self._queue.give_event(event)
+            _run(callbacks)
 
 
 class CompletionQueue:
@@ -280,13 +291,13 @@ class CompletionQueue:
 
     def __init__(self) -> None:
         self.owner = driver()
-        self.settle_lock = fork.lock()
+        self.lock = fork.lock()
         self._open: deque[Completion] = deque()
         self.events: list[int] = []
         self._begun = 0
-        self.lost: list[object] = []
+        self.abandoned: list[object] = []
         self.captured: list[Captured] = []  # for good: nothing tells when the graphs are gone that replay them
-        self.dead: deque[object] = deque()  # what operations that are over borrowed, to be let go of without a lock
+        self.released: deque[object] = deque()  # what operations that are over borrowed, to be let go of without a lock
 
     def __len__(self) -> int:
         return len(self._open)
@@ -306,44 +317,44 @@ class CompletionQueue:
     def begin(self, stream: int, *, captured: bool = False) -> Operation:
         """Begin an operation on a stream, and settle old ones that are over. The device's context is current.
 
-        Asking whether an event was reached costs half a launch, so a few operations are left on the books for a while;
+        Asking whether an event was reached costs half a launch, so a few operations are left in the queue for a while;
         and a capture that is in progress on the stream has no time for it.
         """
         self._begun += 1
         if not captured and (len(self._open) >= 2 * _QUIET or not self._begun % (2 * _QUIET)):
             self.reap()
-        if self.dead and not captured:
-            self.let_go()
+        if self.released and not captured:
+            self.release_refs()
         return Operation(self, stream, captured)
 
-    def let_go(self) -> None:
+    def release_refs(self) -> None:
         """Let go of what operations that are over borrowed. The caller holds no lock."""
-        while self.dead:
+        while self.released:
             try:
-                self.dead.popleft()
+                self.released.popleft()
             except IndexError:  # another thread took it
                 return
 
-    def lose(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         """End every operation with an error: the context, with all its events and work, is gone."""
-        with self.settle_lock:
+        with self.lock:
             lost, self._open = list(self._open), deque()
             self.events.clear()
             for one in lost:
                 one.error = one.error or error
-                one._event, one._reports, one._settle, one._pending = None, (), (), False
-                self.dead.append(one._refs)
+                one._event, one._checks, one._callbacks, one._pending = None, (), (), False
+                self.released.append(one._refs)
                 one._refs = None
-        self.let_go()
+        self.release_refs()
 
     def reap(self, limit: int = 2 * _QUIET) -> None:
         """Settle old operations that are over, without waiting; an error nobody waits for is logged.
 
-        One that is not over goes to the back, so that a stream that stands still does not hold up the others' books.
+        One that is not over goes to the back, so that a stream that stands still does not hold up the others.
         """
         met: list[Exception] = []  # told outside the lock: whoever logs holds locks of his own
-        # `drain` must not miss what is off the books for a moment.
-        with self.settle_lock, self.owner.relaxed():
+        # `drain` must not miss what is off the queue for a moment.
+        with self.lock, self.owner.relaxed():
             while self._open and limit:
                 limit -= 1
                 oldest = self._open[0]
@@ -355,26 +366,26 @@ class CompletionQueue:
                     self._open.rotate(-1)
                     break
                 self._open.popleft()
-                if oldest.error is not None and not oldest.on_error:
+                if oldest.error is not None and not oldest.handled:
                     met.append(oldest.error)
         for error in met:
             _log.error("%s", error)
 
     def drain(self) -> None:
-        """Wait for every operation on the books."""
+        """Wait for every operation in the queue."""
         while True:
-            with self.settle_lock:
+            with self.lock:
                 # A copy: other threads commit without the lock.
                 oldest = next((one for one in list(self._open) if not one._pending), None)
             if oldest is None:
                 return
-            on_error = oldest.on_error
+            handled = oldest.handled
             oldest.wait()
-            oldest.on_error = on_error
+            oldest.handled = handled
             try:
-                with self.settle_lock:
+                with self.lock:
                     self._open.remove(oldest)
             except ValueError:  # another thread took it
                 continue
-            if oldest.error is not None and not on_error:
+            if oldest.error is not None and not handled:
                 _log.error("%s", oldest.error)

@@ -112,7 +112,7 @@ def test_what_a_graph_uses_is_kept(fake: FakeDriver, w: TorchLike, monkeypatch: 
         run()
         w.synchronize()
     with DeviceScope(0):
-        device_state(0).books.drain()
+        device_state(0).completions.drain()
     gc.collect()
     assert ended
     assert all(ref() is not None for ref in ended)

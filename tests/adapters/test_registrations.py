@@ -249,7 +249,7 @@ def test_tensors_that_are_given_other_memory_or_another_shape(w: TorchLike) -> N
     with DeviceScope(0):
         pointer_tables.device_table_bits(table, state, w.stream.handle)
         w.synchronize()
-        state.books.drain()
+        state.completions.drain()
         assert pointer_tables.device_table_bits(table, state, w.stream.handle) == 4096 | 8192
         table.base = w.put("device", np.array([4096, 8], np.uint64)).base
         assert pointer_tables.device_table_bits(table, state, w.stream.handle) == 8  # not known yet

@@ -169,8 +169,8 @@ def test_the_context_that_was_made_anew_is_current(fake: FakeDriver) -> None:
     fake.reset(0)
     fake.context_push(fake.primary_retain(0))
     with pytest.raises(kvraw.KvrawError), DeviceScope(0):
-        fake.event_record(state.books.take_event(), 0)
-    assert state.lost
+        fake.event_record(state.completions.take_event(), 0)
+    assert state.was_reset
     with DeviceScope(0):
         assert device_state(0) is not state
     fake.context_pop()

@@ -283,7 +283,7 @@ def addresses_of_the_first_call(patch: Patch) -> None:
 def status_not_cleared(patch: Patch) -> None:
     def read(self: StatusSlot) -> Exception | None:
         where, value = self._words[self._at], self._words[self._at + 1]
-        error = self.finder.found(where, value, self.origin) if where else None
+        error = self.describer.describe_fault(where, value, self.origin) if where else None
         if error is not None and self.on_error is not None:
             self.on_error(error)
         return error

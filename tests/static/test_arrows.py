@@ -47,7 +47,7 @@ ALLOWED = {
         "errors addresses checks config layouts plain arrays runtime copying codec rope "
         "cache batch prepared transfer transfer_plan adapters"
     ),
-    "kvraw.bench": "layouts runtime copying bench",
+    "kvraw.bench": "errors layouts runtime copying adapters bench",
     "kvraw.cli": "__version__ errors config layouts ptx runtime copying bench cli",
     "kvraw.__main__": "cli",
 }
@@ -70,7 +70,7 @@ NUMBA = (
 ONLY_FOR = {
     "kvraw.cli": ("kvraw.cli", "kvraw.__main__"),
     "kvraw.bench": ("kvraw.bench", "kvraw.cli"),
-    "kvraw.adapters": ("kvraw.adapters",),
+    "kvraw.adapters": ("kvraw.adapters", "kvraw.bench"),
     "cuda": ("kvraw.runtime.driver",),
     "numba": NUMBA,
     "llvmlite": NUMBA,

@@ -30,10 +30,10 @@ ERRORS = {name for name in PUBLIC if isinstance(PUBLIC[name], type) and issubcla
 RETURNED = {"BatchCopy", "Copy", "HostChunk", "LayerwiseLoad", "Transfer"}
 # What other rooms of the package call; what lies ahead of a call is theirs to know.
 INTERNAL = {
-    "HostBuffer.borrow",
+    "HostBuffer.mark_used",
     "HostBuffer.note_use",
-    "HostPool.borrow",
-    "HostPool.borrow_chunks",
+    "HostPool.mark_used",
+    "HostPool.mark_live_chunks",
     "HostPool.note_use",
     "HostPool.use_chunks",
     "PagedCache.keep_plan",

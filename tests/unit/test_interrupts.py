@@ -138,7 +138,7 @@ def test_free_beside_transfers_and_their_end() -> None:
         pool, chunks = make()
         transfers = [Transfer(1, chunks[:2]), Transfer(2, chunks[1:3]), Transfer(3)]
         for one in transfers:
-            pool.borrow(one)  # type: ignore[arg-type]
+            pool.mark_used(one)  # type: ignore[arg-type]
 
         def work() -> None:
             pool.free(chunks[:2])

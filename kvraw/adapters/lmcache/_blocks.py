@@ -259,7 +259,7 @@ class Blocks:
         if not number or min(places) < begin or max(places) > end - self.nbytes:
             return False
         d, state = driver(), self._state
-        if state is None or state.lost or state.owner is not d or pending(state) or d.context_device() != device:
+        if state is None or state.was_reset or state.owner is not d or pending(state) or d.context_device() != device:
             return False
         if d.pointer_number(places[0]) != number or (stream not in LEGACY and d.stream_capturing(stream)):
             return False

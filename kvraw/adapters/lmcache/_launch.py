@@ -77,7 +77,7 @@ class Copies:
             caller's to know.
         """
         state = self._state
-        if state is None or state.lost or state.owner is not driver():
+        if state is None or state.was_reset or state.owner is not driver():
             state = self._renew()
         if state is None or pending(state):
             return False

@@ -22,12 +22,12 @@ from kvraw.runtime import fork
 from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import device_to_pin, gpu_at_hand, require_device, tie
 from kvraw.runtime.driver import driver, usable_here
-from kvraw.runtime.host.backing import BackingInfo, observe
-from kvraw.runtime.host.mapping import HostMapping, HostOptions, attach_memory, borrow_memory, obtain_memory
+from kvraw.runtime.host.backing import BackingInfo, inspect_backing
+from kvraw.runtime.host.mapping import HostMapping, HostOptions, allocate_memory, attach_memory, borrow_memory
 from kvraw.runtime.host.populate import populate_threads
 from kvraw.runtime.host.preparation import BackgroundGrowth, PopulateAndRegister, preparation_account
 from kvraw.runtime.host.registration import Registration, give_up
-from kvraw.runtime.host.usage import Running, UseTracker
+from kvraw.runtime.host.usage import HostWork, UseTracker
 
 __all__ = ["HostBuffer"]
 
@@ -93,7 +93,7 @@ class HostBuffer(UseTracker, NotPicklable):
                 raise ValueError("pin is False, but kind is 'pinned'")
             if target is None and gpu_at_hand():
                 raise PlacementError("kind is 'pinned', but no device is named and no context is current; pass device=")
-        self._adopt(obtain_memory(nbytes, chosen, target if device is None else device, target), target, chosen)
+        self._adopt(allocate_memory(nbytes, chosen, target if device is None else device, target), target, chosen)
 
     @classmethod
     def from_pointer(
@@ -313,11 +313,11 @@ class HostBuffer(UseTracker, NotPicklable):
                 raise growth.error.with_traceback(None)
         self.require_open()
 
-    def borrow(self, completion: Completion | Running) -> None:
+    def mark_used(self, completion: Completion | HostWork) -> None:
         """Note an operation that uses this memory, which must be open: a `close` that comes now waits for it."""
         with self._lock:
             self.require_open()
-            super().borrow(completion)
+            super().mark_used(completion)
 
     # pinning
 
@@ -413,7 +413,7 @@ class HostBuffer(UseTracker, NotPicklable):
         """
         with self._lock:
             if self._facts is None and not self._closed and not self._forked:
-                found = observe(self.address, self.nbytes)
+                found = inspect_backing(self.address, self.nbytes)
                 self._facts = found if self._growth is None or not self._growth.running else None
             else:
                 found = self._facts or BackingInfo()
@@ -476,7 +476,7 @@ class HostBuffer(UseTracker, NotPicklable):
             memory = self._memory
             hidden = bool(memory.registrations)
             failures = memory.failures
-            self._memory = memory.remains()
+            self._memory = memory.closed_copy()
             give_up(memory.registrations)
             if hidden:
                 memory.hide_from_children(False)

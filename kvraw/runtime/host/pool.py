@@ -16,7 +16,7 @@ from kvraw.runtime.completion import Completion, Operation
 from kvraw.runtime.host.buffer import HostBuffer
 from kvraw.runtime.host.mapping import HostMapping, HostOptions
 from kvraw.runtime.host.suballoc import Arena, Size
-from kvraw.runtime.host.usage import Running, Use
+from kvraw.runtime.host.usage import HostWork, Use
 
 __all__ = ["HostChunk", "HostPool"]
 
@@ -402,20 +402,22 @@ class HostPool(HostBuffer):
             self._freeing = None
         self._finish(begun)
 
-    def borrow_chunks(self, completion: Completion | Running, version: int, require_live: Callable[[], None]) -> None:
-        """`borrow` for chunks that were live at a `version` of the pool; they are looked at anew where it is another.
+    def mark_live_chunks(
+        self, completion: Completion | HostWork, version: int, require_live: Callable[[], None]
+    ) -> None:
+        """`mark_used` for chunks that were live at a `version` of the pool; checked anew where it is another.
 
         Memory that another thread frees after this is not handed out before the operation is over.
         """
         with self._lock:
             if self._torn:
                 self._repair()
-            self.borrow(completion)
+            self.mark_used(completion)
             if version != self.version:
                 require_live()
 
     def use_chunks(self, operation: Operation, version: int) -> int | None:
-        """`borrow_chunks` for an operation on a GPU, where nothing is to be looked at once more: the `device_shift`.
+        """`mark_live_chunks` for an operation on a GPU, where nothing is to be looked at once more: the `device_shift`.
 
         None, and nothing is noted, where the pool is closed or not pinned, or another thread freed chunks since.
         """

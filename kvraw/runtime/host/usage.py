@@ -12,11 +12,11 @@ from kvraw.runtime import fork
 from kvraw.runtime.completion import Completion
 from kvraw.runtime.driver import relaxed
 
-__all__ = ["Call", "Running", "Use", "UseTracker"]
+__all__ = ["Call", "HostWork", "Use", "UseTracker"]
 
 
-class Running:
-    """A thread's own work on memory, for `UseTracker.borrow`.
+class HostWork:
+    """A thread's own work on memory, for `UseTracker.mark_used`.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Use:
 
     __slots__ = ("_addresses", "completion", "over", "waiting")
 
-    def __init__(self, completion: Completion | Running) -> None:
+    def __init__(self, completion: Completion | HostWork) -> None:
         self.completion, self.over = completion, False
         self.waiting: list[int] = []
         self._addresses: frozenset[int] | None = None
@@ -98,7 +98,7 @@ class UseTracker:
         """What may be under way."""
         return [use for queue in list(self._queues.values()) for use in list(queue)] + self._lost
 
-    def borrow(self, completion: Completion | Running) -> None:
+    def mark_used(self, completion: Completion | HostWork) -> None:
         """Note an operation that uses this memory; `close`, and the reuse of what is freed later, wait for it.
 
         To be called ahead of the enqueueing: memory that another thread frees meanwhile is then not handed out again.
@@ -106,8 +106,8 @@ class UseTracker:
         with self._lock:
             self.note_use(getattr(completion, "stream", None), completion)
 
-    def note_use(self, stream: object, completion: Completion | Running) -> None:
-        """`borrow` where the lock is held, for an operation on a stream."""
+    def note_use(self, stream: object, completion: Completion | HostWork) -> None:
+        """`mark_used` where the lock is held, for an operation on a stream."""
         queue = self._queues.get(stream)
         if queue is None:
             queue = self._queues.setdefault(stream, deque())
@@ -118,12 +118,12 @@ class UseTracker:
 
     def _on_devices(self) -> list[Use]:
         """What may be under way and is not the work of a thread."""
-        return [use for use in self._busy if type(use.completion) is not Running]
+        return [use for use in self._busy if type(use.completion) is not HostWork]
 
     def _in_child(self) -> None:
         """In a forked child: the threads of the parent are gone, and so is their work."""
         for use in self._busy:
-            if type(use.completion) is Running:
+            if type(use.completion) is HostWork:
                 use.over = True
         self._lost = [use for use in self._lost if not use.over]
         self._queues = {key: deque(u for u in queue if not u.over) for key, queue in self._queues.items()}
@@ -169,7 +169,7 @@ class UseTracker:
                 continue
             if over:
                 self._end(first)
-            elif getattr(first.completion, "lost", False):
+            elif getattr(first.completion, "abandoned", False):
                 self._lost.append(first)
             else:
                 return
