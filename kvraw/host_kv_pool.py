@@ -275,7 +275,7 @@ class HostKVPool(NotPicklable):
         stream : object
             As for `kvraw.store`; a GPU needs one.
         options
-            `engine`, `ctas` and `check`, as of `PreparedCopy`.
+            `engine`, `ctas`, `neighbour`, `max_rate` and `check`, as of `PreparedCopy`.
 
         Returns
         -------

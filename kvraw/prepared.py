@@ -19,6 +19,7 @@ from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.kernel import THREADS, KernelPlan
 from kvraw.copying.operands import DeviceTable, Operands, check_entries, check_host_index, require_index
 from kvraw.copying.plan import CopyPlan, Side
+from kvraw.copying.planner import Neighbour, RateLimit
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.runtime.completion import Completion, Operation
 from kvraw.runtime.context import DeviceScope
@@ -130,6 +131,11 @@ class PreparedCopy:
         "auto", "kernel", "copy" or "staged" on a GPU; "auto", "cpu" or "reference" on the CPU.
     ctas, threads : int, optional
         Most thread blocks of the kernel, and most threads of a block.
+    neighbour : "busy" or "idle", optional
+        What the GPU does beside the copy. "busy": other work, so the engine is taken that costs least together with
+        what that work loses, and kernels over the link keep to a rate. "idle": the fastest. Default: `KVRAW_NEIGHBOUR`.
+    max_rate : float
+        Most bytes a second over the link, which kernels alone keep to and all that copy the same way share; 0: any.
     check : bool
         Check indices against the sides' limits, on the host where they are there, else in the kernel, which leaves a
         bad one out: its bytes stay as they were, or become zeros where a copy to the host goes through staging slots.
@@ -141,7 +147,7 @@ class PreparedCopy:
     LayoutError
         There is no such engine, or not for this device.
     BoundsError
-        `ctas` is negative.
+        `ctas` is negative, or `max_rate` is one that no kernel can keep to.
 
     Examples
     --------
@@ -163,6 +169,8 @@ class PreparedCopy:
         engine: str = "auto",
         ctas: int | None = None,
         threads: int | None = None,
+        neighbour: Neighbour | None = None,
+        max_rate: float = 0.0,
         check: bool = True,
         names: tuple[str, str] = ("src", "dst"),
         index_names: tuple[str, str] | None = None,
@@ -176,6 +184,7 @@ class PreparedCopy:
             raise LayoutError(f"engine is {engine!r} with device {device}; must be one of {engines} and fit it")
         if ctas is not None and integer("ctas", ctas) < 0:
             raise BoundsError(f"ctas is {ctas}, must be >= 0")
+        limit = RateLimit.of(neighbour, max_rate)
         self.plan, self.device, self.check, self.names = plan, device, check, names
         self.index_names = index_names or (f"{names[0]}_index", f"{names[1]}_index")
         self._engine = engine
@@ -190,6 +199,7 @@ class PreparedCopy:
                 threads=threads or THREADS,
                 check=check,
                 index_names=self.index_names,
+                limit=limit,
             )
         elif engine != "reference":
             self._cpu = cpu.CpuPlan(plan)
@@ -303,6 +313,7 @@ class PreparedCopy:
         *,
         first: int = 0,
         link: bool,
+        way: str = "",
         captured: bool,
         on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
@@ -314,7 +325,7 @@ class PreparedCopy:
         """
         operation = state.completions.begin(stream, captured=captured)
         try:
-            self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, on_error=on_error)
+            self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, way=way, on_error=on_error)
             completion = operation.commit(refs)
         except BaseException:
             operation.abort()
@@ -331,10 +342,11 @@ class PreparedCopy:
         count: int,
         *,
         link: bool,
+        way: str = "",
         on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         """Enqueue the kernel as a part of an operation, with operands that the caller has checked; as `launch`."""
-        self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, on_error=on_error)
+        self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, way=way, on_error=on_error)
 
     def _take(
         self, bases: tuple[Any, Any], index: tuple[Any, Any], first: int, count: int

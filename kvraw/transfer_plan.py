@@ -16,7 +16,7 @@ from kvraw.copying.bound_copy import BoundCopy
 from kvraw.copying.call import Call
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.operands import Operands, check_distinct, check_host_index, require_index
-from kvraw.copying.planner import Choice
+from kvraw.copying.planner import Choice, Neighbour, RateLimit
 from kvraw.copying.repeat import RepeatedCalls
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import ChunkLayout
@@ -136,14 +136,19 @@ class TransferPlan(NotPicklable):
         Refuse what would be written twice: in a load ids on the host, in a store chunks that begin at one address. With
         False, which writer wins is left open; so it is where chunks overlap each other, or the cache, in part.
     ctas : int, optional
-        Most thread blocks of any kernel, for a GPU that is busy with other work; 0: none, the copy engine alone.
+        Most thread blocks of any kernel; 0: none, the copy engine alone.
+    neighbour : "busy" or "idle", optional
+        What the GPU does beside the copy. "busy": other work, so the engine is taken that costs least together with
+        what that work loses, and kernels over the link keep to a rate. "idle": the fastest. Default: `KVRAW_NEIGHBOUR`.
+    max_rate : float
+        Most bytes a second over the link, which kernels alone keep to and all that copy the same way share; 0: any.
 
     Raises
     ------
     LayoutError, PlacementError
         The parts do not fit together, or a load's cache is read-only; says which.
     BoundsError
-        `ctas` is negative.
+        `ctas` is negative, or `max_rate` is one that no kernel can keep to.
 
     Examples
     --------
@@ -167,6 +172,8 @@ class TransferPlan(NotPicklable):
         check: bool = True,
         distinct: bool = True,
         ctas: int | None = None,
+        neighbour: Neighbour | None = None,
+        max_rate: float = 0.0,
     ) -> None:
         if direction not in ("store", "load") or by not in ("block", "slot"):
             raise LayoutError(f"direction is {direction!r} and by {by!r}; must be store or load, and block or slot")
@@ -183,6 +190,7 @@ class TransferPlan(NotPicklable):
         self.chunk_bytes = cache.chunk_bytes(chunk_tokens)
         if ctas is not None and integer("ctas", ctas) < 0:
             raise BoundsError(f"ctas is {ctas}, must be >= 0")
+        limit = RateLimit.of(neighbour, max_rate)
         named = self._allowed(engine)
         self._ids_name = "slots" if by == "slot" else "block_ids"
         self._per_chunk, self._paged = chunk_tokens // self.step, paged
@@ -194,7 +202,13 @@ class TransferPlan(NotPicklable):
         if cache.device is not None:
             names = (self._ids_name, "chunks") if store else ("chunks", self._ids_name)
             self._gpu = BoundCopy(
-                self.plan, engine=named, ctas=ctas, check=check, distinct=distinct and not store, index_names=names
+                self.plan,
+                engine=named,
+                ctas=ctas,
+                check=check,
+                distinct=distinct and not store,
+                index_names=names,
+                limit=limit,
             )
             self._table = AddressTable(cache.bases, cache.bases, False)
             self._repeat = RepeatedCalls(

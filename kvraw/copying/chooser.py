@@ -13,7 +13,7 @@ from kvraw.copying.call import Call
 from kvraw.copying.device_state import DeviceState
 from kvraw.copying.kernel import kernels_barred
 from kvraw.copying.plan import CopyPlan, Side
-from kvraw.copying.planner import DIRECTIONS, Choice, Profile, Seconds, best, profile_for
+from kvraw.copying.planner import DIRECTIONS, Choice, Profile, RateLimit, Seconds, best, profile_for
 from kvraw.copying.staged_items import packed_side
 from kvraw.errors import DriverError, PlacementError
 
@@ -75,10 +75,9 @@ class Chooser:
         `engine` is a wish: where it cannot carry a call out, another does.
     ctas : int, optional
         Most thread blocks; 0: no kernel at all.
-    neighbour : "busy" or "idle"
-        What the GPU does beside the copy: other work, from which the copy is to take little, or nothing.
-    max_rate : float
-        Most bytes a second over the link, which a kernel alone keeps to; 0: any.
+    limit : RateLimit, optional
+        Whether the GPU has other work, from which the copy is to take little, and the bytes a second that it may move;
+        default: that of `KVRAW_NEIGHBOUR`.
     """
 
     def __init__(
@@ -88,11 +87,10 @@ class Chooser:
         *,
         where_possible: bool = False,
         ctas: int | None = None,
-        neighbour: str = "busy",
-        max_rate: float = 0.0,
+        limit: RateLimit | None = None,
     ) -> None:
         self.plan, self.engine, self._where_possible, self._ctas = plan, engine, where_possible, ctas
-        self._busy, self._max_rate = neighbour == "busy", max_rate
+        self.limit = RateLimit.of(None) if limit is None else limit
         src, dst = plan.src, plan.dst
         self._negative = src.skip_negative, dst.skip_negative
         self._page = max(src.page, dst.page)
@@ -102,11 +100,6 @@ class Chooser:
         self._moves: dict[str, tuple[int, _Joins]] = {}
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._fixed = Choice(engine, "asked for", 0.0) if engine in ("kernel", "copy") and ctas != 0 else None
-
-    def rate(self, device: int, way: str) -> float:
-        """Bytes a second that a kernel keeps to, "store" or "load"; 0: any."""
-        paced = profile_for(device).paced[way] * 1e9 if self._busy and way else 0.0
-        return min(paced, self._max_rate) if paced and self._max_rate else paced or (self._max_rate if way else 0.0)
 
     def choose(self, state: DeviceState, call: Call) -> Choice:
         """The engine of a call; the device's context is current.
@@ -242,7 +235,7 @@ class Chooser:
     def _seconds(self, profile: Profile, call: Call, joined: tuple[int, int], rate: float) -> dict[str, Seconds]:
         """Per engine, the time that a call takes by the model, and what it costs with what others lose by it."""
         plan, way = self.plan, self.way(call)
-        nbytes, run, busy = call.count * plan.item_bytes, plan.run_bytes, self._busy and bool(way)
+        nbytes, run, busy = call.count * plan.item_bytes, plan.run_bytes, self.limit.busy and bool(way)
 
         def seconds(engine: str, run: int) -> Seconds:
             return max(
@@ -268,11 +261,11 @@ class Chooser:
         copy_note: str = "",
     ) -> Choice:
         profile, way = profile_for(state.device), self.way(call)
-        rate = self.rate(state.device, way)
+        rate = self.limit.rate(state.device, way) if way else 0.0
         seconds = self._seconds(profile, call, joined, rate)
-        busy = self._busy and bool(way)
+        busy = self.limit.busy and bool(way)
         barred = {}
-        if self._max_rate and way:
+        if self.limit.most and way:
             barred["copy"] = barred["staged"] = "max_rate is kept by kernels alone"
         if not (call.src.link or call.dst.link):
             barred["copy"] = "both sides are device memory"

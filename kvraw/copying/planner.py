@@ -18,8 +18,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
+from kvraw import config
+from kvraw.copying.pace import paced_rate, require_rate
+from kvraw.errors import LayoutError
 from kvraw.runtime.driver import driver
 
 __all__ = [
@@ -30,7 +33,9 @@ __all__ = [
     "MOVES",
     "Choice",
     "Curve",
+    "Neighbour",
     "Profile",
+    "RateLimit",
     "Seconds",
     "best",
     "profile_for",
@@ -51,6 +56,7 @@ MOVES = {"kernel": 1, "copy": 1, "staged": 3}
 # Seconds of a transfer that a second of the decode beside it is worth: so much that traffic decides between engines of
 # like speed, and speed where it differs by half or more (benchmarks/README.md, "Beside a decode").
 DECODE_WEIGHT = 20.0
+Neighbour: TypeAlias = Literal["busy", "idle"]
 Curve = tuple[tuple[int, float], ...]  # (bytes of a run, GB/s), ascending
 
 
@@ -93,7 +99,7 @@ class Profile:
     bandwidth: Mapping[str, Curve]
     latency: Mapping[str, float]
     memory: float = 4000.0
-    paced: Mapping[str, float] = field(default_factory=lambda: {"store": 40.0, "load": 45.0})
+    paced: Mapping[str, float] = field(default_factory=lambda: {d: paced_rate(d) * 1e-9 for d in DIRECTIONS})
 
     def seconds(
         self, engine: str, direction: str, run: int, nbytes: int, rate: float = 0.0, *, busy: bool = False
@@ -166,6 +172,43 @@ BUILT_IN = Profile(
     },
     latency={"kernel": 45.0, "copy": 110.0, "staged": 90.0},
 )
+
+
+class RateLimit(NamedTuple):
+    """What kernels over the link keep to: rates for the sake of other work, and what the caller allows.
+
+    Attributes
+    ----------
+    busy : bool
+        There is other work on the GPU.
+    most : float
+        Bytes a second that the caller allows; 0: any.
+    """
+
+    busy: bool
+    most: float = 0.0
+
+    @classmethod
+    def of(cls, neighbour: str | None, max_rate: float = 0.0) -> RateLimit:
+        """From what callers name; None: `KVRAW_NEIGHBOUR`.
+
+        Raises
+        ------
+        LayoutError
+            `neighbour` is none of "busy" and "idle".
+        BoundsError
+            `max_rate` is neither 0 nor a rate that kernels can keep to.
+        """
+        neighbour = config.NEIGHBOUR.get() if neighbour is None else neighbour
+        if neighbour not in config.NEIGHBOURS:
+            raise LayoutError(f"neighbour is {neighbour!r}, must be one of {', '.join(config.NEIGHBOURS)}")
+        require_rate(max_rate, "max_rate")
+        return cls(neighbour == "busy", float(max_rate))
+
+    def rate(self, device: int, way: str) -> float:
+        """Bytes a second that a kernel keeps to; where it is not known which way it copies, as if it stored."""
+        paced = profile_for(device).paced[way if way in DIRECTIONS else "store"] * 1e9 if self.busy else 0.0
+        return min(paced, self.most) if paced and self.most else paced or self.most
 
 
 def best(seconds: Mapping[str, Seconds], *, busy: bool = False) -> str:

@@ -110,7 +110,7 @@ def test_no_room_for_staging_slots(fake: FakeDriver) -> None:
         plan(world.chunks, np.arange(24), stream=world.stream)
     fake.fail("mem_alloc", 1, "CUDA_ERROR_OUT_OF_MEMORY")
     with DeviceScope(0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvraw.copying.chooser.best", lambda seconds: max(seconds))  # "staged", of the names
+        patch.setattr("kvraw.copying.chooser.best", lambda seconds, busy: max(seconds))  # "staged", of the names
         transfer = kvraw.TransferPlan(world.cache, "store", chunk_tokens=16)(
             world.chunks, np.arange(24), stream=world.stream
         )

@@ -41,7 +41,7 @@ ALLOWED = {
     "kvraw.prepared": "errors checks config arrays cache runtime copying",
     "kvraw.layerwise": "copying prepared",
     "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks runtime copying",
-    "kvraw.transfer": "errors cache chunks runtime transfer_plan",
+    "kvraw.transfer": "errors cache chunks copying.planner runtime transfer_plan",
     "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared layerwise",
     "kvraw.adapters": (
         "errors addresses checks config layouts plain arrays runtime copying codec rope "
