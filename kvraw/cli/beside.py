@@ -14,7 +14,8 @@ import kvraw
 from kvraw.bench.beside.arrivals import behind_stores, first_calls
 from kvraw.bench.beside.decode import DECODERS, DecodeLoop
 from kvraw.bench.beside.ground import Ground
-from kvraw.bench.beside.rows import ENGINES, Peers, Selection, measure, select
+from kvraw.bench.beside.peers import peers
+from kvraw.bench.beside.rows import ENGINES, Selection, measure, select
 from kvraw.bench.matmul import require_torch
 from kvraw.bench.plot import draw_beside, require_figure, size_text
 from kvraw.cli.progress import progress
@@ -101,6 +102,13 @@ def _require(options: argparse.Namespace) -> tuple[int, Selection]:
     return device, chosen
 
 
+def _modules(options: argparse.Namespace) -> dict[str, Any]:
+    try:
+        return peers(options.lmcache, options.sglang)
+    except ImportError as error:
+        raise ValueError(f"the module beside cannot be loaded: {error}") from None
+
+
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Measure, print each row as it comes, and return the report with what is printed behind them.
 
@@ -113,11 +121,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, st
     device, chosen = _require(options)
     if options.neighbour:
         os.environ[NEIGHBOUR] = options.neighbour  # read when plans are made
-    peers = Peers(options.lmcache, options.sglang)
+    modules = _modules(options)
     report: dict[str, Any] = {
         "ok": True,
         "machine": {"device": device, "kvraw": kvraw.__version__, "name": driver().device_name(device)},
-        "options": {"neighbour": options.neighbour, "seconds": options.seconds, "peers": sorted(peers.modules)},
+        "options": {"neighbour": options.neighbour, "seconds": options.seconds, "peers": sorted(modules)},
         "decode": None,
         "rows": None,
         "queue": None,
@@ -149,7 +157,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, st
                 if not quiet:
                     print(HEADER, flush=True)
                 report["rows"] = []
-                for row in measure(loop, ground, select(chosen, sorted(peers.modules)), peers, options.seconds, tick):
+                for row in measure(loop, ground, select(chosen, sorted(modules)), modules, options.seconds, tick):
                     report["rows"].append(row)
                     if not quiet:
                         print(line(row), flush=True)
