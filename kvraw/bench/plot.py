@@ -89,10 +89,12 @@ def draw_beside(report: dict[str, Any], path: str | Path) -> None:
     Raises
     ------
     ValueError
-        matplotlib cannot be imported, or does not know the file's suffix.
+        matplotlib cannot be imported, or does not know the file's suffix; or no row could be measured.
     """
     Figure = require_figure()  # noqa: N806
     rows = [row for row in report["rows"] if not row["error"]]
+    if not rows:
+        raise ValueError("there is no row to draw")
     ways = [way for way in ("store", "load", "both") if any(row["way"] == way for row in rows)]
     figure = Figure(figsize=(5 * len(ways) + 2, 5), dpi=100, layout="constrained")
     panels = figure.subplots(1, len(ways), squeeze=False, sharey=True)[0]

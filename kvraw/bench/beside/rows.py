@@ -29,7 +29,7 @@ ENGINES = ("auto", "kernel", "staged", "copy")
 ROWS = (256, 2 << 10, 32 << 10, 2 << 20)
 SIZES = (1, 8, 32, 256)  # MiB
 WAYS = ("store", "load", "both")
-ALONE, WARM = 0.2, 0.06  # seconds of the decode alone around each row, and of the row ahead of what counts
+ALONE, WARM = 0.15, 0.06  # seconds of the decode alone around each row, and of the row ahead of what counts
 WARM_CALLS = 6
 KVRAW = "kvraw"
 
@@ -159,7 +159,10 @@ def select(chosen: Selection, peers: Sequence[str] = ()) -> list[Wanted]:
         cells = list(product(rows, chosen.sizes or (32,), engines, ways))
         if swept and name == "plan":
             cells += product(door.rows[1:], (32,), ("auto",), ways)
-            cells += product(door.rows[:1], [s for s in SIZES if s != 32], ("auto",), [w for w in ways if w != "both"])
+        if swept and name in ("copy", "plan"):
+            cells += product(
+                door.rows[:1], [s for s in SIZES if s != 32], engines[:1], [w for w in ways if w != "both"]
+            )
         for row, mib, engine, way in cells:
             nbytes = mib * MIB
             least = {"copy": 1, "plan": 2 * row if row < 2 * MIB else row}.get(name, row)
@@ -280,6 +283,19 @@ def figures(wanted: Wanted, flows: Sequence[Flow], beside: Steps, around: Sequen
     }
 
 
+def median_row(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of several rounds: each figure is the median of theirs."""
+    row = dict(found[len(found) // 2])
+    for name, value in row.items():
+        if isinstance(value, float):
+            row[name] = float(np.median([one[name] for one in found]))
+    row["starved"] = sum(one["starved"] for one in found)
+    row["steps"] = sum(one["steps"] for one in found)
+    row["calls"] = sum(one["calls"] for one in found)
+    row["alone_p50_milliseconds"] = [t for one in found for t in one["alone_p50_milliseconds"]]
+    return row
+
+
 def failed(wanted: Wanted, error: Exception) -> dict[str, Any]:
     """The row of a door that could not be measured."""
     return {
@@ -313,6 +329,7 @@ def measure(
     rows: Sequence[Wanted],
     modules: Mapping[str, Any],
     seconds: float,
+    rounds: int,
     tick: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
     """Measure rows, each as soon as it is done: compared, warmed up, beside the loop; the loop alone between.
@@ -333,11 +350,14 @@ def measure(
                         lane.call(at)
                     ground.settle()
                 flows = [Flow(lane, wanted.in_flight) for lane in made]
-                loop.steps(WARM, partial(run_flows, flows))
-                first = before or loop.steps(ALONE)
-                beside = loop.steps(seconds, partial(run_flows, flows))
-                before = loop.steps(ALONE)
-                row = figures(wanted, flows, beside, (first, before))
+                expected = loop.steps(WARM, partial(run_flows, flows)).p50
+                found = []
+                for _ in range(rounds):
+                    first = before or loop.steps(ALONE)
+                    beside = loop.steps(seconds, partial(run_flows, flows), expected)
+                    before = loop.steps(ALONE)
+                    found.append(figures(wanted, flows, beside, (first, before)))
+                row = median_row(found)
             except (kvraw.KvrawError, RuntimeError, TypeError, ValueError, AttributeError) as error:
                 before = None
                 row = failed(wanted, error)
