@@ -180,7 +180,7 @@ def test_only_the_package_imports_by_name() -> None:
     dynamic = [
         name for name, path in MODULES.items() if any(w in path.read_text() for w in ("import_module", "__import__"))
     ]
-    assert dynamic == ["kvraw"]
+    assert dynamic == ["kvraw", "kvraw.bench.beside.peers"]  # which imports others' modules, if they are there
 
 
 @pytest.mark.parametrize(
