@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from kvraw.copying import copy_engine, cpu, given
 from kvraw.copying.device_state import device_state
 from kvraw.copying.kernel import copy_kernel, kernels_barred
@@ -47,8 +49,8 @@ def warm_up(device: int | None = None) -> None:
     with DeviceScope(device):
         state = device_state(device)
         if not kernels_barred(d, 16):
-            for width in _WIDTHS:
-                copy_kernel(width).handle_for(d)
+            for width, paced in itertools.product(_WIDTHS, (False, True)):
+                copy_kernel(width, paced).handle_for(d)
             for direction in ("store", "load"):
                 state.arena.ring(direction)
         state.get_ready(_EVENTS, _UPLOADS)
