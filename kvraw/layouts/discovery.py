@@ -23,7 +23,7 @@ from kvraw.layouts.formats import VLLM_LAYOUTS, Format
 from kvraw.layouts.geometry import CacheLayout, find_format
 from kvraw.layouts.reading import Hints, Memory, Reading, Spelling, list_sizes, one_of, read
 
-__all__ = ["Discovery", "Tensors", "View", "discover"]
+__all__ = ["Discovery", "Tensors", "View", "described", "discover", "flatten", "memory_of"]
 
 
 class View(Protocol):
@@ -50,10 +50,10 @@ class Discovery:
     addresses: tuple[int, ...]
 
 
-def _flatten(tensors: Tensors) -> tuple[tuple[int, ...], dict[str, View]]:
+def flatten(tensors: Tensors, name: str = "tensors") -> tuple[tuple[int, ...], dict[str, View]]:
     """The lengths of the list levels, and the tensors by the name that errors call them."""
     levels: tuple[int, ...] = ()
-    found: dict[str, Any] = {"tensors": tensors}
+    found: dict[str, Any] = {name: tensors}
     while any(isinstance(x, Sequence) for x in found.values()):
         texts = {name: f"a list of {len(x)}" if isinstance(x, Sequence) else "one tensor" for name, x in found.items()}
         first = next(iter(found))
@@ -69,27 +69,28 @@ def _flatten(tensors: Tensors) -> tuple[tuple[int, ...], dict[str, View]]:
     return levels, found
 
 
-def _described(name: str, view: View) -> str:
+def described(name: str, view: View) -> str:
+    """A tensor in errors."""
     return f"{name} (shape {tuple(view.shape)}, strides {tuple(view.strides)} bytes, itemsize {view.itemsize})"
 
 
-def _memory(views: dict[str, View], levels: tuple[int, ...]) -> Memory:
+def memory_of(views: dict[str, View], levels: tuple[int, ...]) -> Memory:
     """Shape, strides and element size that all tensors share: no two of their elements are at one address."""
     (first, view), *others = views.items()
     memory = Memory(tuple(map(int, view.shape)), tuple(map(int, view.strides)), view.itemsize, levels)
     for name, other in others:
         alike = tuple(other.shape) == memory.shape and other.itemsize == view.itemsize
         if not alike or any(memory.strides[i] != other.strides[i] for i in memory.order):
-            raise LayoutError(f"{_described(name, other)} differs from {_described(first, view)}: all must be alike")
+            raise LayoutError(f"{described(name, other)} differs from {described(first, view)}: all must be alike")
     if 0 in memory.shape:
-        raise LayoutError(f"{_described(first, view)} has no elements")
+        raise LayoutError(f"{described(first, view)} has no elements")
     end = view.itemsize
     for i in reversed(memory.order):
         step = memory.strides[i]
         if step < end:
             why = "an expanded axis" if step == 0 else "a reversed axis" if step < 0 else "axes overlap"
             raise LayoutError(
-                f"{_described(first, view)}: axis {i} has stride {step}, {why}; must be {end} or more there"
+                f"{described(first, view)}: axis {i} has stride {step}, {why}; must be {end} or more there"
             )
         end += step * (memory.shape[i] - 1)
     return memory
@@ -266,10 +267,10 @@ def discover(
     one_of("engine", engine, ENGINES)
     if kv_list_layout is not None and engine != "sglang" and format is None and axes is None:
         raise LayoutError(f"kv_list_layout is {kv_list_layout!r}, engine is {engine!r}: only 'sglang' has it")
-    levels, views = _flatten(tensors)
-    memory = _memory(views, levels)
+    levels, views = flatten(tensors)
+    memory = memory_of(views, levels)
     name, view = next(iter(views.items()))
-    what = _described(name, view) if len(views) == 1 else f"{len(views)} tensors like {_described(name, view)}"
+    what = described(name, view) if len(views) == 1 else f"{len(views)} tensors like {described(name, view)}"
     if axes is not None:
         if format is not None:
             raise LayoutError(f"axes is {axes!r}, format is {format!r}: pass one of them")

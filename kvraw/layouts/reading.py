@@ -251,7 +251,11 @@ def _format(spelling: Spelling, sizes: Mapping[str, int], steps: Mapping[str, in
     if "L" not in lists and "L" not in axes:
         lists += "L"  # one tensor of one layer is a list of one
     for form in every_format():
-        fits = form.pointers == lists and not (form.flat or form.several) and set(form.axes_for(sizes.get("P", 1)) or "") == axes
+        fits = (
+            form.pointers == lists
+            and not (form.flat or form.several)
+            and set(form.axes_for(sizes.get("P", 1)) or "") == axes
+        )
         if fits and _ordered(form, sizes, steps):
             return form
     order = "".join(sorted(axes, key=lambda a: (sizes[a] > 1, steps[a], "LBPTHD".index(a)), reverse=True))
