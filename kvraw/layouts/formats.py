@@ -129,7 +129,7 @@ FORMATS = _numbered(
     Format(16, "NL_X_TWO_X_NB_BS_NH_HS", "LP", "BTHD", "L,P/BTHD vllm"),
     # A block of values and scales, and planes of unlike widths: LMCache alone hands these in.
     Format(14, "NL_X_NB_BSV_BSS", "L", "BTD", "L/BTD", mla=True, scales=4, token_bytes=132),
-    Format(17, "NL_X_NP_X_NB_BS_ONE_HS", "LK", "BTD", "L,K/BT1D", mla=True),
+    Format(17, "NL_X_NP_X_NB_BS_ONE_HS", "LK", "BTD", "L,K/BT1D, L,K/BTD", mla=True),
 )
 
 # Orders that engines hand in and that have no number.

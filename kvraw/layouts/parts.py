@@ -94,7 +94,7 @@ def _spelled(form: Format) -> tuple[str, ...]:
     """
     found = [shape.dims for shape in shapes_of(form) if "F" not in shape.dims]
     merges = [("S", "BT"), ("BT", "S"), ("HD", "D"), ("HW", "W"), *([("1D", "D"), ("TD", "T1D")] * form.mla)]
-    if not form.scales:  # where the scales are depends on the block size
+    if not form.several:
         for dims in found:
             found += [one for pair in merges if (one := dims.replace(*pair)) not in found]
     return tuple(found)
@@ -121,7 +121,7 @@ def _read(
     rows = (prod(n for a, n in zip(dims, shape, strict=True) if a in "HDW2") for dims in fit)
     dims = next((dims for dims, found in zip(fit, rows, strict=True) if found == row), fit[0])
     hints = Hints(block_size=block_size if "S" in dims else None, planes=2 if apart else None)
-    return read(Spelling(form.pointers, dims, form), memory, hints)
+    return read(Spelling(form.plane.pointers, dims, form.plane), memory, hints)
 
 
 def read_parts(
@@ -153,7 +153,7 @@ def read_parts(
     levels, count = (lists[:1], lists[1]) if "K" in form.pointers and len(lists) == 2 else (lists, 1)
     each, apart = list(views.items()), planes == 2 and form.fused != ""
     readings = [
-        _read(form.plane, dict(each[k::count]), levels, block_size, apart, row * (1 + apart) if count == 1 else 0)
+        _read(form, dict(each[k::count]), levels, block_size, apart, row * (1 + apart) if count == 1 else 0)
         for k in range(count)
     ]
     layouts = [reading.layout for reading in readings if reading.layout is not None]

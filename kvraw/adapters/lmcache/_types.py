@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,26 +56,25 @@ class TransferDirection(_Member):
     D2H = 1
 
 
-class _LaterFormats(_Member):
-    """Home of the members that came after the reference version: ``vars(EngineKVFormat)`` shows that version's."""
-
-
-_REFERENCE = range(12)  # the numbers that the reference version knows
+_REFERENCE = range(12)  # the formats that the reference version knows
 
 
 def formats_of(rows: Mapping[int, Format]) -> Any:
-    """The enum of the formats that have numbers."""
-    make: Any = _LaterFormats
-    made = make("EngineKVFormat", {rows[n].name: n for n in sorted(rows)}, module=__name__)
+    """The enum of the formats that have numbers.
+
+    Members that came after the reference version live in a base: ``vars`` of the enum shows that version's.
+    """
+    later: Any = types.new_class("_LaterFormats", (_Member,))
+    made = later("EngineKVFormat", {rows[n].name: n for n in sorted(rows)}, module=__name__)
+    made.__doc__ = "Layouts of an engine's paged KV cache."
     for name, member in made.__members__.items():
         if name in vars(made):
             type.__delattr__(made, name)
-        type.__setattr__(made if member in _REFERENCE else _LaterFormats, name, member)
+        type.__setattr__(made if member in _REFERENCE else later, name, member)
     return made
 
 
 EngineKVFormat = formats_of(FORMATS)
-EngineKVFormat.__doc__ = "Layouts of an engine's paged KV cache."
 GPUKVFormat = EngineKVFormat
 
 
