@@ -27,6 +27,7 @@ ALLOWED = {
     "kvraw.arrays": "errors plain",
     "kvraw.layouts.geometry": "errors checks layouts copying.plan",
     "kvraw.layouts.discovery": "errors layouts copying.plan",
+    "kvraw.layouts.parts": "errors layouts copying.plan",
     "kvraw.layouts": "errors layouts",
     "kvraw.layouts.engine_shapes": "errors layouts",
     "kvraw.ptx": "errors ptx",
