@@ -19,12 +19,14 @@ from kvraw.copying.addresses import AddressTable
 from kvraw.copying.device_state import device_state
 from kvraw.copying.operands import check_distinct, check_host_index
 from kvraw.copying.plan import Side
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, ClosedError, LayoutError, TransferTimeoutError
-from kvraw.layerwise import LayerwiseLoad, one_layer
+from kvraw.layerwise import one_layer
 from kvraw.layouts.geometry import CacheLayout, Geometry, copy_plan, find_format
 from kvraw.pages import Pages
-from kvraw.prepared import Copy, PreparedCopy
+from kvraw.prepared import PreparedCopy
 from kvraw.runtime import fork
+from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.host.pool import HostPool
@@ -263,7 +265,9 @@ class HostKVPool(NotPicklable):
         held = self._chunk.numpy()[begin : begin + self.layout.tensor_bytes()]
         return held.reshape([sizes[a] for a in self.layout.axes])
 
-    def backup(self, cache: PagedCache, cache_slots: Any, slots: Any, *, stream: Any = None, **options: Any) -> Copy:
+    def backup(
+        self, cache: PagedCache, cache_slots: Any, slots: Any, *, stream: Any = None, **options: Any
+    ) -> Transfer:
         """Copy slots of a cache to slots of this pool, all layers.
 
         Parameters
@@ -279,7 +283,7 @@ class HostKVPool(NotPicklable):
 
         Returns
         -------
-        Copy
+        Transfer
             To wait for.
 
         Raises
@@ -291,7 +295,7 @@ class HostKVPool(NotPicklable):
         """
         return self._all(cache, cache_slots, slots, True, stream, options)
 
-    def load(self, cache: PagedCache, slots: Any, cache_slots: Any, *, stream: Any = None, **options: Any) -> Copy:
+    def load(self, cache: PagedCache, slots: Any, cache_slots: Any, *, stream: Any = None, **options: Any) -> Transfer:
         """Copy slots of this pool to slots of a cache, all layers.
 
         Parameters
@@ -301,7 +305,7 @@ class HostKVPool(NotPicklable):
 
         Returns
         -------
-        Copy
+        Transfer
             To wait for.
 
         Raises
@@ -315,10 +319,10 @@ class HostKVPool(NotPicklable):
 
     def load_layers(
         self, cache: PagedCache, slots: Any, cache_slots: Any, *, stream: Any = None, **options: Any
-    ) -> LayerwiseLoad:
+    ) -> Transfer:
         """Load layer by layer, on a stream of kvraw's own behind what `stream` was given; see `backup`.
 
-        `stream` itself goes on: what reads a layer there calls `LayerwiseLoad.wait_on` first.
+        `stream` itself goes on: what reads a layer there calls `Transfer.wait_on` first.
 
         Parameters
         ----------
@@ -327,7 +331,7 @@ class HostKVPool(NotPicklable):
 
         Returns
         -------
-        LayerwiseLoad
+        Transfer
             To wait for, layer by layer.
 
         Raises
@@ -341,19 +345,19 @@ class HostKVPool(NotPicklable):
             partner, by, here, there = self._index(cache, cache_slots, slots, False)
             copy, bases = self._prepared(partner, cache, by, "layers", options)
             if cache.device is not None:
-                return LayerwiseLoad(
-                    self._load_layers(copy, bases, here, there, cache, stream_handle(stream, cache.device))
-                )
-            return LayerwiseLoad([copy(a, b, here.count, src_index=here, dst_index=there) for a, b in bases])
+                return self._load_layers(copy, bases, here, there, cache, stream_handle(stream, cache.device))
+            for a, b in bases:
+                done = copy(a, b, here.count, src_index=here, dst_index=there)
+            return done
 
     def _load_layers(
         self, copy: PreparedCopy, bases: _Bases, here: IndexVector, there: IndexVector, cache: PagedCache, stream: int
-    ) -> list[Copy]:
+    ) -> Transfer:
         device = cache.device
         assert device is not None
         if not here.count:
-            return [Copy(None, "none", device)] * len(bases)
-        copies: list[Copy] = []
+            return Transfer(device=device)
+        completions: list[Completion] = []
         with DeviceScope(device):
             state, own = device_state(device), stream
             capturing = driver().stream_capturing(stream)
@@ -367,16 +371,16 @@ class HostKVPool(NotPicklable):
             try:
                 for call in calls:
                     call.capturing = capturing
-                    done = copy.bound.submit(state, own, call, (cache, self._chunk, call))
-                    copies.append(Copy(*done, device))
+                    completion, engine = copy.bound.submit(state, own, call, (cache, self._chunk, call))
+                    completions.append(completion)
             finally:
-                if copies and copies[-1].completion is not None:
-                    self._pool.mark_used(copies[-1].completion)  # those before it are over when it is
-        return copies
+                if completions:
+                    self._pool.mark_used(completions[-1])  # those before it are over when it is
+        return Transfer(*completions, engine=engine, device=device)
 
     def _all(
         self, cache: PagedCache, cache_slots: Any, slots: Any, store: bool, stream: Any, options: dict[str, Any]
-    ) -> Copy:
+    ) -> Transfer:
         with self._call():
             partner, by, here, there = self._index(cache, cache_slots, slots, store)
             copy, ((src, dst),) = self._prepared(partner, cache, by, "store" if store else "load", options)

@@ -114,7 +114,7 @@ def test_a_layer_is_there_before_the_next(w: TorchLike, layout: str, planes: int
     loading = s.pool.load_layers(s.cache, slots, target, stream=w.stream)
     for layer in range(LAYERS):
         if w.stream is not None:
-            loading.wait_on(layer, w.stream)
+            loading.wait_on(w.stream, layer)
             now = w.take(s.memory)
             want = np.stack(s.host())
             for a, b in zip(slots, target, strict=True):  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_layers_end_in_order(fake: object) -> None:
     w = TorchLike(0)
     s = Setting(w, "page_first")
     loading = s.pool.load_layers(s.cache, s.pool.alloc(8), slots_of([5, 6]), stream=w.stream)
-    loading._copies[0].wait()
+    loading._completions[0].wait()
     assert loading.done(0)
     assert fake.live()["pending"] > 0  # type: ignore[attr-defined]
     loading.wait()
