@@ -221,7 +221,7 @@ class TransferPlan(NotPicklable):
                 else:
                     reference.copy(self.plan, src, dst, skip, count)
             finally:
-                running.ended = True
+                running.finished = True
         return self._transfer(None, self._done)
 
     def _transfer(self, completion: Completion | None, choice: Choice) -> Transfer:

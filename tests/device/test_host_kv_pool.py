@@ -305,7 +305,7 @@ def test_a_layer_that_fails_leaves_those_before_it_noted(fake: object, monkeypat
     monkeypatch.setattr(fake, "launch", fails)
     with pytest.raises(kvraw.DriverError):
         s.pool.load_layers(s.cache, slots, slots_of([3]), stream=w.stream)
-    assert len(s.pool._pool._busy) == 1
+    assert len(s.pool._pool._uses) == 1
     s.pool.close()
 
 

@@ -59,8 +59,7 @@ def test_chunks_of_other_streams_come_back(fake: FakeDriver, monkeypatch: pytest
         first.wait(timeout=30)
         pool.close()
     else:
-        pool._queues.clear()
-        pool._lost.clear()
+        pool._uses.clear()
         pool.close()
 
 
