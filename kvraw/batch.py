@@ -107,7 +107,7 @@ def memcpy_batch(
                 raise error.at(int(np.flatnonzero(kept)[error.index])) from error
 
         done = submit_as_one(device_state(device), handle, work, pageable=pageable, refs=refs)
-        return Transfer(done, engine="copy", device=device)
+        return Transfer((done,), "copy", device)
 
 
 def _require_addresses(name: str, addresses: U64, sizes: U64, kept: npt.NDArray[np.bool_]) -> None:

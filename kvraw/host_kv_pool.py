@@ -376,7 +376,7 @@ class HostKVPool(NotPicklable):
             finally:
                 if completions:
                     self._pool.mark_used(completions[-1])  # those before it are over when it is
-        return Transfer(*completions, engine=engine, device=device)
+        return Transfer(tuple(completions), engine, device)
 
     def _all(
         self, cache: PagedCache, cache_slots: Any, slots: Any, store: bool, stream: Any, options: dict[str, Any]

@@ -191,7 +191,7 @@ class PreparedCopy:
             call.capturing = driver().stream_capturing(handle)
             kept = (refs, call, src, dst, src_index, dst_index)
             completion, engine = self.bound.submit(device_state(self.device), handle, call, kept)
-        return Transfer(completion, engine=engine, device=self.device)
+        return Transfer((completion,), engine, self.device)
 
     def call(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
@@ -259,7 +259,7 @@ class PreparedCopy:
         except BaseException:
             operation.abort()
             raise
-        return Transfer(completion, engine="kernel", device=self.device)
+        return Transfer((completion,), "kernel", self.device)
 
     def enqueue_kernel(
         self,

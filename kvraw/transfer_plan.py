@@ -22,7 +22,6 @@ from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import ChunkLayout
 from kvraw.layouts.geometry import chunk_side, copy_plan, find_chunk_layout
-from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope, reset_error
 from kvraw.runtime.host.usage import HostWork
 from kvraw.runtime.stream import stream_handle
@@ -194,7 +193,8 @@ class TransferPlan(NotPicklable):
         if repeat is not None and skip == 0 and type(skip) is int and not side:
             done = repeat(chunks, ids, stream, self.cache)
             if done is not None:
-                return self._transfer(*done)
+                completion, choice = done
+                return Transfer((completion,), choice.engine, self.cache.device, self, choice)
         index = index_vector(self._ids_name, ids)
         row = ChunkTable(chunks, self.chunk_bytes, self._store)
         if type(skip) is not int or skip < 0:
@@ -204,7 +204,7 @@ class TransferPlan(NotPicklable):
         if self._gpu is not None:
             handle = stream_handle(stream, self.cache.device)
             if count <= 0:
-                return self._transfer(None, _NOTHING)
+                return Transfer((), _NOTHING.engine, plan=self, choice=_NOTHING)
             return self._enqueue(self._gpu, row, index, skip, count, handle, side, on_error)
         engine = self._done.engine
         if index.host is None:
@@ -222,11 +222,7 @@ class TransferPlan(NotPicklable):
                     reference.copy(self.plan, src, dst, skip, count)
             finally:
                 running.finished = True
-        return self._transfer(None, self._done)
-
-    def _transfer(self, completion: Completion | None, choice: Choice) -> Transfer:
-        completions = () if completion is None else (completion,)
-        return Transfer(*completions, engine=choice.engine, device=self.cache.device, plan=self, choice=choice)
+        return Transfer((), engine, plan=self, choice=self._done)
 
     def _leading(self, skip: object) -> int:
         name = f"skip_{'tokens' if self.by == 'slot' else 'blocks'} (of a plan: skip)"
@@ -287,7 +283,7 @@ class TransferPlan(NotPicklable):
                 raise
             if own != stream and self.direction == "load":
                 completion.hold(stream)
-        return self._transfer(completion, choice)
+        return Transfer((completion,), choice.engine, device, self, choice)
 
     @property
     def repeated(self) -> RepeatedCalls | None:

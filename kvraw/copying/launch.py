@@ -124,7 +124,7 @@ class Launch:
 
     def run(self, stream: int, *args: Any) -> Transfer:
         """`start`, for the caller of an operation."""
-        return Transfer(self.start(stream, *args), engine="kernel", device=self.device)
+        return Transfer((self.start(stream, *args),), "kernel", self.device)
 
     def start(
         self,

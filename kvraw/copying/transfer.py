@@ -39,7 +39,7 @@ class Transfer(NotPicklable):
 
     def __init__(
         self,
-        *completions: Completion,
+        completions: tuple[Completion, ...] = (),
         engine: str = "none",
         device: int | None = None,
         plan: Any = None,
@@ -124,4 +124,4 @@ class Transfer(NotPicklable):
         return f"engine {self.engine}" if self.plan is None else self.plan.describe(self._choice)
 
     def __and__(self, other: Transfer) -> Transfer:
-        return Transfer(*self._completions, *other._completions, engine=self.engine, device=self._device)
+        return Transfer(self._completions + other._completions, self.engine, self._device)

@@ -19,7 +19,7 @@ __all__ = ["Completion", "CompletionQueue", "Operation"]
 
 _log = logging.getLogger("kvraw")
 
-_EVERY = 8  # operations begun between two looks at what is over
+_EVERY = 16  # operations begun between two looks at what is over
 _PER_THREAD = 2  # CU_STREAM_PER_THREAD: another stream in each thread
 
 Callback = Callable[[], Exception | None]
