@@ -213,15 +213,15 @@ class TransferPlan(NotPicklable):
         if count > 0:
             paged, flat = Operands(self.cache.bases, index), Operands(row.addresses)
             src, dst = (paged, flat) if self.direction == "store" else (flat, paged)
-            running = HostWork()  # another thread may free chunks or close their pool meanwhile
+            work = HostWork()  # another thread may free chunks or close their pool meanwhile
             try:
-                row.mark_used(running)
+                row.mark_used(work.use)
                 if self._cpu is not None:
                     self._cpu.copy(src, dst, skip, count)
                 else:
                     reference.copy(self.plan, src, dst, skip, count)
             finally:
-                running.finished = True
+                work.ended = True
         return Transfer((), engine, plan=self, choice=self._done)
 
     def _leading(self, skip: object) -> int:

@@ -310,10 +310,14 @@ class HostBuffer(UseTracker, NotPicklable):
                 raise growth.error.with_traceback(None)
         self.require_open()
 
-    def mark_used(self, use: Use) -> None:
-        """Note an operation that uses this memory, which must be open: a `close` that comes now waits for it."""
+    def mark_used(self, use: Use, within: Use | None = None) -> None:
+        """Note an operation that uses this memory: a `close` that comes now waits for it.
+
+        The memory must be open; or the operation is a part of another use, which `close` waits for.
+        """
         with self._lock:
-            self.require_open()
+            if within is None:
+                self.require_open()
             self.note_use(use)
 
     # pinning
@@ -353,8 +357,7 @@ class HostBuffer(UseTracker, NotPicklable):
             It cannot be pinned.
         """
         device = integer("device", device)
-        self.require_open()
-        if self.pinned:
+        if self.pinned:  # also while `close` waits for the caller
             return
         with self._pin_lock:
             self.require_open()

@@ -4,50 +4,65 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+import weakref
+from collections.abc import Callable
 
 from kvraw.errors import DriverError, TransferTimeoutError
 from kvraw.runtime import fork
 from kvraw.runtime.completion import Completion
 
-__all__ = ["Call", "HostWork", "Use", "UseTracker"]
+__all__ = ["HostUse", "HostWork", "Use", "UseTracker"]
 
 _MOST = 64  # uses that are kept before those that are over are looked for
 
 
-class HostWork:
-    """A thread's own work on memory, for `UseTracker.mark_used`.
-
-    Parameters
-    ----------
-    uses : numpy.ndarray of uint64, optional
-        Addresses of the chunks that it uses; None: all of the memory.
+class HostUse:
+    """A thread's own use of memory, as a pool keeps it.
 
     Attributes
     ----------
-    finished : bool
-        To be set when it is over; no call, which an interrupt could come before.
+    uses : numpy.ndarray of uint64, optional
+        Addresses of the chunks that it uses; None: all of the memory.
     """
 
-    __slots__ = ("_thread", "finished", "queue", "uses")
+    __slots__ = ("_thread", "_work", "queue", "uses")
 
-    def __init__(self, uses: Any = None) -> None:
-        self.finished, self._thread, self.queue, self.uses = False, threading.current_thread().name, None, uses
+    def __init__(self, work: HostWork) -> None:
+        self._work: Callable[[], HostWork | None] = weakref.ref(work)
+        self._thread, self.queue, self.uses = threading.current_thread().name, None, None
 
     def __repr__(self) -> str:
         return f"a transfer of thread {self._thread}"
 
+    @property
+    def finished(self) -> bool:
+        """Whether it is over."""
+        work = self._work()
+        return work is None or work.ended
 
-class Call:
-    """A call that goes on; over at the latest when its frame is gone, whatever came between."""
+    def end(self) -> None:
+        """It is over, whoever still has the work."""
+        self._work = lambda: None
 
-    __slots__ = ("__weakref__", "epoch")
+
+class HostWork:
+    """Work of the calling thread; over at the latest when its frame is gone, whatever came between.
+
+    Attributes
+    ----------
+    ended : bool
+        To be set when it is over; no call, which an interrupt could come before.
+    use : HostUse
+        What is noted with the memory.
+    """
+
+    __slots__ = ("__weakref__", "ended", "use")
 
     def __init__(self) -> None:
-        self.epoch = fork.epoch()  # calls of another process do not go on in this one
+        self.ended, self.use = False, HostUse(self)
 
 
-Use = Completion | HostWork
+Use = Completion | HostUse
 
 
 class UseTracker:
@@ -75,8 +90,8 @@ class UseTracker:
     def _in_child(self) -> None:
         """In a forked child: the threads of the parent are gone, and so is their work."""
         for use in list(self._uses):
-            if type(use) is HostWork:
-                use.finished = True
+            if type(use) is HostUse:
+                use.end()
 
     def _drop_finished(self) -> DriverError | None:
         """Forget the operations that are over. The lock is held.
