@@ -357,7 +357,7 @@ class HostBuffer(UseTracker, NotPicklable):
             It cannot be pinned.
         """
         device = integer("device", device)
-        if self.pinned:  # also while `close` waits for the caller
+        if self.pinned and not self._forked:  # also while `close` waits for the caller
             return
         with self._pin_lock:
             self.require_open()
