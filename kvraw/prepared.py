@@ -20,80 +20,20 @@ from kvraw.copying.kernel import THREADS, KernelPlan
 from kvraw.copying.operands import DeviceTable, Operands, check_entries, check_host_index, require_index
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.copying.planner import Neighbour, RateLimit
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError, PlacementError
-from kvraw.runtime.completion import Completion, Operation
+from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import locate_all
 from kvraw.runtime.stream import stream_handle
 
-__all__ = ["AddressTable", "Copy", "DeviceTable", "PreparedCopy", "Reached"]
+__all__ = ["AddressTable", "DeviceTable", "PreparedCopy", "Reached"]
 
 Reached = AddressTable
 _NONE = np.zeros(0, np.uint64)
 _GPU_ENGINES = ("kernel", "copy", "staged")
 _HOST_ENGINES = ("cpu", "reference")
-
-
-class Copy:
-    """A copy that was enqueued (GPU) or is done (CPU); what `PreparedCopy` and `HostKVPool` return.
-
-    Examples
-    --------
-    >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16)]
-    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
-    >>> host = kvraw.HostKVPool.like(cache, tokens=64, layout="page_first")
-    >>> copy = host.backup(cache, np.arange(16), host.alloc(16))  # a Copy
-    >>> copy.wait()
-    >>> copy.engine
-    'cpu'
-    """
-
-    __slots__ = ("_completion", "_device", "engine")
-
-    def __init__(self, completion: Completion | None, engine: str, device: int | None = None) -> None:
-        self._completion, self.engine, self._device = completion, engine, device
-
-    @property
-    def completion(self) -> Completion | None:
-        """What tells its end; None where it is done."""
-        return self._completion
-
-    def done(self) -> bool:
-        """Ask whether the copy is over; never waits.
-
-        Returns
-        -------
-        bool
-            Whether it is.
-        """
-        return self._completion is None or self._completion.done()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait on the host until the copy is over, with the GIL released.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait; default: for ever.
-
-        Raises
-        ------
-        BoundsError
-            The kernel met a bad index.
-        TransferTimeoutError
-            It is not over after `timeout` seconds; it goes on.
-        """
-        if self._completion is not None:
-            self._completion.wait(timeout)
-            if self._completion.error is not None:
-                raise self._completion.error
-
-    def wait_on(self, stream: Any) -> None:
-        """Make a stream of the same device wait until the copy is over."""
-        if self._completion is not None and self._device is not None:
-            with DeviceScope(self._device):
-                self._completion.wait_on(stream_handle(stream))
 
 
 class PreparedCall:
@@ -221,7 +161,7 @@ class PreparedCopy:
         first: int = 0,
         stream: Any = None,
         refs: object = None,
-    ) -> Copy:
+    ) -> Transfer:
         """Copy items `first` to `first + count`; on a GPU, enqueue the copy on `stream`.
 
         Parameters
@@ -239,7 +179,7 @@ class PreparedCopy:
 
         Returns
         -------
-        Copy
+        Transfer
             To wait for.
 
         Raises
@@ -255,13 +195,13 @@ class PreparedCopy:
         handle = stream_handle(stream, self.device)
         if not count:
             self._take((src, dst), (src_index, dst_index), first, count)
-            return Copy(None, "none")
+            return Transfer(device=self.device)
         with DeviceScope(self.device):
             call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
             call.capturing = driver().stream_capturing(handle)
             kept = (refs, call, src, dst, src_index, dst_index)
             completion, engine = self.bound.submit(device_state(self.device), handle, call, kept)
-        return Copy(completion, engine, self.device)
+        return Transfer((completion,), engine, self.device)
 
     def call(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
@@ -317,7 +257,7 @@ class PreparedCopy:
         captured: bool,
         on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
-    ) -> Copy:
+    ) -> Transfer:
         """Enqueue the kernel with operands that the caller has checked; the device's context is current.
 
         `link` says that host memory takes part, `captured` that a capture is in progress on the stream; `on_error`
@@ -330,7 +270,7 @@ class PreparedCopy:
         except BaseException:
             operation.abort()
             raise
-        return Copy(completion, "kernel", self.device)
+        return Transfer((completion,), "kernel", self.device)
 
     def enqueue_kernel(
         self,
@@ -378,7 +318,7 @@ class PreparedCopy:
             check_host_index(name, index.host[: first + count], side, first)
         return index
 
-    def _on_host(self, bases: list[Any], index: list[IndexVector | None], first: int, count: int) -> Copy:
+    def _on_host(self, bases: list[Any], index: list[IndexVector | None], first: int, count: int) -> Transfer:
         ends = []
         for name, index_name, table, ids in zip(self.names, self.index_names, bases, index, strict=True):
             if isinstance(table, DeviceTable):
@@ -394,7 +334,7 @@ class PreparedCopy:
             self._cpu.copy(ends[0], ends[1], first, count)
         elif count:
             reference.copy(self.plan, ends[0], ends[1], first, count)
-        return Copy(None, "cpu" if self._cpu is not None else "reference")
+        return Transfer(engine="cpu" if self._cpu is not None else "reference")
 
     def _on_device(self, bases: list[Any]) -> list[AddressTable | DeviceTable]:
         """What is not known yet of these tables, asked of the driver: together, for they often share allocations."""

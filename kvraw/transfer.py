@@ -8,9 +8,10 @@ from typing import Any, Literal
 from kvraw.cache import PagedCache
 from kvraw.chunks import chunk_bytes
 from kvraw.copying.planner import Neighbour
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.runtime.host.pool import HostChunk
-from kvraw.transfer_plan import Direction, Transfer, TransferPlan
+from kvraw.transfer_plan import Direction, TransferPlan
 
 __all__ = ["load", "load_slots", "store", "store_slots"]
 

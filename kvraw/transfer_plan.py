@@ -18,97 +18,20 @@ from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.operands import Operands, check_distinct, check_host_index, require_index
 from kvraw.copying.planner import Choice, Neighbour, RateLimit
 from kvraw.copying.repeat import RepeatedCalls
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import ChunkLayout
 from kvraw.layouts.geometry import chunk_side, copy_plan, find_chunk_layout
-from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope, reset_error
 from kvraw.runtime.host.usage import HostWork
 from kvraw.runtime.stream import stream_handle
 
-__all__ = ["Direction", "Transfer", "TransferPlan"]
+__all__ = ["Direction", "TransferPlan"]
 
 GPU_ENGINES = ("kernel", "copy", "staged")
 _NOTHING = Choice("none", "there is nothing to copy", 0.0)
 
 Direction = Literal["store", "load"]
-
-
-class Transfer(NotPicklable):
-    """A store or a load that was enqueued (GPU) or is done (CPU); what `store`, `load` and plans return.
-
-    Examples
-    --------
-    >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16)]
-    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
-    >>> chunk = np.zeros(cache.chunk_bytes(tokens=32), np.uint8)
-    >>> transfer = kvraw.store(cache, [chunk], [3, 1])  # a Transfer
-    >>> transfer.wait(timeout=10)
-    >>> transfer.done(), transfer.engine
-    (True, 'cpu')
-    """
-
-    __slots__ = ("_choice", "_completion", "plan")
-
-    def __init__(self, plan: TransferPlan, completion: Completion | None, choice: Choice) -> None:
-        self.plan = plan
-        self._completion = completion
-        self._choice = choice
-
-    @property
-    def engine(self) -> str:
-        """The engine that carries it out."""
-        return self._choice.engine
-
-    def done(self) -> bool:
-        """Ask whether the copy is over; never waits.
-
-        Returns
-        -------
-        bool
-            Whether it is.
-        """
-        return self._completion is None or self._completion.done()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait on the host until the copy is over, with the GIL released.
-
-        Of a transfer that was captured into a graph, this reports what replays met since the last call, and waits for
-        nothing: synchronise the stream that replays first. What it uses is kept as long as the process runs.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait; default: for ever.
-
-        Raises
-        ------
-        BoundsError
-            The kernel met an index out of bounds (indices that lie on the device); such entries were left out.
-        TransferTimeoutError
-            It is not over after `timeout` seconds; it goes on, and can be waited for again.
-        """
-        if self._completion is not None:
-            self._completion.wait(timeout)
-            if self._completion.error is not None:
-                raise self._completion.error
-
-    def wait_on(self, stream: Any) -> None:
-        """Make a stream of the same device wait until the copy is over."""
-        device = self.plan.cache.device
-        if self._completion is not None and device is not None:
-            with DeviceScope(device):
-                self._completion.wait_on(stream_handle(stream))
-
-    def explain(self) -> str:
-        """Say what carries the copy out and why.
-
-        Returns
-        -------
-        str
-            A few lines.
-        """
-        return self.plan.describe(self._choice)
 
 
 class TransferPlan(NotPicklable):
@@ -284,7 +207,8 @@ class TransferPlan(NotPicklable):
         if repeat is not None and skip == 0 and type(skip) is int and not side:
             done = repeat(chunks, ids, stream, self.cache)
             if done is not None:
-                return Transfer(self, *done)
+                completion, choice = done
+                return Transfer((completion,), choice.engine, self.cache.device, self, choice)
         index = index_vector(self._ids_name, ids)
         row = ChunkTable(chunks, self.chunk_bytes, self._store)
         if type(skip) is not int or skip < 0:
@@ -294,7 +218,7 @@ class TransferPlan(NotPicklable):
         if self._gpu is not None:
             handle = stream_handle(stream, self.cache.device)
             if count <= 0:
-                return Transfer(self, None, _NOTHING)
+                return Transfer((), _NOTHING.engine, plan=self, choice=_NOTHING)
             return self._enqueue(self._gpu, row, index, skip, count, handle, side, on_error)
         engine = self._done.engine
         if index.host is None:
@@ -303,16 +227,16 @@ class TransferPlan(NotPicklable):
         if count > 0:
             paged, flat = Operands(self.cache.bases, index), Operands(row.addresses)
             src, dst = (paged, flat) if self.direction == "store" else (flat, paged)
-            running = HostWork()  # another thread may free chunks or close their pool meanwhile
+            work = HostWork()  # another thread may free chunks or close their pool meanwhile
             try:
-                row.mark_used(running)
+                row.mark_used(work.use)
                 if self._cpu is not None:
                     self._cpu.copy(src, dst, skip, count)
                 else:
                     reference.copy(self.plan, src, dst, skip, count)
             finally:
-                running.ended = True
-        return Transfer(self, None, self._done)
+                work.ended = True
+        return Transfer((), engine, plan=self, choice=self._done)
 
     def _leading(self, skip: object) -> int:
         name = f"skip_{'tokens' if self.by == 'slot' else 'blocks'} (of a plan: skip)"
@@ -373,7 +297,7 @@ class TransferPlan(NotPicklable):
                 raise
             if own != stream and self.direction == "load":
                 completion.hold(stream)
-        return Transfer(self, completion, choice)
+        return Transfer((completion,), choice.engine, device, self, choice)
 
     @property
     def repeated(self) -> RepeatedCalls | None:

@@ -32,7 +32,7 @@ ALLOWED = {
     "kvraw.layouts.engine_shapes": "errors layouts",
     "kvraw.ptx": "errors ptx",
     "kvraw.runtime": "errors addresses checks config runtime",
-    "kvraw.copying": "errors config arrays layouts runtime ptx copying",
+    "kvraw.copying": "errors checks config arrays layouts runtime ptx copying",
     "kvraw.codec": "errors checks config arrays runtime ptx copying codec",
     "kvraw.rope": "errors config arrays runtime ptx copying rope",
     "kvraw.pages": "arrays",
@@ -40,9 +40,9 @@ ALLOWED = {
     "kvraw.chunks": "errors addresses arrays cache runtime",
     "kvraw.batch": "errors addresses arrays cache runtime copying",
     "kvraw.prepared": "errors checks config arrays cache runtime copying",
-    "kvraw.layerwise": "copying prepared",
+    "kvraw.layerwise": "copying",
     "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks runtime copying",
-    "kvraw.transfer": "errors cache chunks copying.planner runtime transfer_plan",
+    "kvraw.transfer": "errors cache chunks copying.planner copying.transfer runtime transfer_plan",
     "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared layerwise",
     "kvraw.adapters": (
         "errors addresses checks config layouts plain arrays runtime copying codec rope "
