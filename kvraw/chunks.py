@@ -15,7 +15,7 @@ from kvraw.cache import require_host
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
 from kvraw.runtime.completion import Operation
 from kvraw.runtime.host.pool import ChunkKind, HostChunk, HostPool
-from kvraw.runtime.host.usage import Running
+from kvraw.runtime.host.usage import HostUse
 from kvraw.runtime.memory import locate_all
 
 __all__ = ["ChunkTable", "chunk_bytes"]
@@ -147,7 +147,7 @@ class ChunkTable:
         """The pool, where all are chunks of one."""
         return self.pools[0] if len(self.pools) == 1 and not self._foreign else None
 
-    def borrow(self, operation: Operation | Running) -> None:
+    def mark_used(self, operation: Operation | HostUse) -> None:
         """Note an operation that uses the chunks with their pools, which look at them once more.
 
         Raises
@@ -157,7 +157,7 @@ class ChunkTable:
         """
         operation.uses = None if self._foreign else self.addresses  # what is no chunk may be a part of one
         for pool, version in zip(self.pools, self._versions, strict=True):
-            pool.borrow_chunks(operation, version, self._require_live)
+            pool.mark_live_chunks(operation, version, self._require_live)
 
     def _require_live(self) -> None:
         for at, chunk in enumerate(self.owners):

@@ -46,7 +46,7 @@ def discard(error: Exception) -> None:
 
 def pending(state: DeviceState) -> bool:
     """Whether `raise_deferred` may have something to raise; asks the driver nothing."""
-    return bool(_found[state.device]) or state.board.written()
+    return bool(_found[state.device]) or state.status.written()
 
 
 def raise_pending(state: DeviceState, stream: int) -> bool:
@@ -58,7 +58,7 @@ def raise_pending(state: DeviceState, stream: int) -> bool:
         return True
     if not pending(state):
         return False
-    state.board.look()
+    state.status.poll()
     queue = _found[state.device]
     if queue:
         try:

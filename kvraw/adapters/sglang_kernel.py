@@ -267,7 +267,7 @@ def _launch_anew(
         Operands(_NONE, i, e) if isinstance(e, DeviceTable) else Operands(e, i)
         for e, i in zip(ends, index, strict=True)
     ]
-    operation = state.books.begin(stream, captured=captured)
+    operation = state.completions.begin(stream, captured=captured)
     try:
         ready.copy.enqueue(state, operation, *operands, 0, count, link=True, on_error=pending_of(device))
         operation.commit(refs)

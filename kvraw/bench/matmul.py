@@ -9,8 +9,8 @@ from typing import Any
 __all__ = ["Matmul", "require_torch"]
 
 
-def require_torch(device: int | None) -> Any:
-    """The module torch.
+def require_torch(device: int | None, what: str = "the matmul") -> Any:
+    """The module torch, which `what` needs.
 
     Raises
     ------
@@ -18,13 +18,13 @@ def require_torch(device: int | None) -> Any:
         There is no GPU, torch cannot be imported, or it sees no GPU.
     """
     if device is None:
-        raise ValueError("the matmul needs a GPU")
+        raise ValueError(f"{what} needs a GPU")
     try:
         import torch
     except ImportError as error:
-        raise ValueError(f"the matmul needs torch, which cannot be imported: {error}") from None
+        raise ValueError(f"{what} needs torch, which cannot be imported: {error}") from None
     if not torch.cuda.is_available():
-        raise ValueError("the matmul needs a torch that sees the GPU")
+        raise ValueError(f"{what} needs a torch that sees the GPU")
     return torch
 
 

@@ -7,8 +7,7 @@ import mmap
 from typing import Any
 
 from kvraw.errors import HostMemoryError
-from kvraw.runtime.host import backing as facts
-from kvraw.runtime.host import libc
+from kvraw.runtime.host import backing, libc
 from kvraw.runtime.host.buffer import HostBuffer
 from kvraw.runtime.host.mapping import HostOptions
 from kvraw.runtime.host.populate import populate_threads
@@ -53,7 +52,7 @@ def host_memory() -> dict[str, Any]:
     why["huge-2MiB"] = _asked(HostOptions(kind="huge-2MiB", strict=True), 2 << 20)
     why["huge-1GiB"] = _asked(HostOptions(kind="huge-1GiB", strict=True), 1 << 30)
     why["shared"] = _asked(HostOptions(kind="shared"))
-    nodes = facts.nodes()
+    nodes = backing.nodes()
     bound = _asked(HostOptions(node=nodes[0], strict=True)) if nodes else "the kernel tells of no NUMA nodes"
     return {
         "sample": sample,

@@ -66,6 +66,10 @@ def _demo(options: argparse.Namespace) -> Result:
 
 
 def _bench(options: argparse.Namespace) -> Result:
+    if options.beside == "decode":
+        from kvraw.cli import beside
+
+        return beside.run(options)
     from kvraw.cli import bench
 
     return bench.run(options)
@@ -96,6 +100,10 @@ def _run_sizes(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--model", choices=list(MODELS), help="the cache of a model, not one for each run size")
     bench.add_argument("--mib", type=_mib, default=64, help="MiB of a call (default: %(default)s)")
@@ -107,12 +115,29 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         "--sustained", type=_seconds, default=0.0, metavar="SECONDS", help="call after call, each engine"
     )
     bench.add_argument(
-        "--beside", choices=("threads",), help="beside a Python thread that counts in a loop, and nothing else"
+        "--beside",
+        choices=("threads", "decode"),
+        help="beside a Python thread that counts in a loop, or a decode loop on the GPU, and nothing else",
     )
     bench.add_argument("--matmul", action="store_true", help="with --sustained: what each engine costs a bf16 matmul")
     bench.add_argument("--quick", action="store_true", help="measure everything once: to try it out, not to quote")
     bench.add_argument("--plot", metavar="FILE", help="draw bandwidth over run size (needs matplotlib)")
     bench.add_argument("--json", metavar="FILE", help="write one JSON document; - prints it")
+    beside = bench.add_argument_group("beside a decode loop (--beside decode; needs a GPU and torch)")
+    beside.add_argument("--doors", type=_names, metavar="NAME,...", help="what is called: plan, lmcache, sglang, ...")
+    beside.add_argument("--engines", type=_names, metavar="NAME,...", help="of plans; 'kernel x2': two thread blocks")
+    beside.add_argument("--ways", type=_names, metavar="WAY,...", help="store, load, both (at once)")
+    beside.add_argument("--sizes", type=_run_sizes, metavar="MIB,...", help="MiB of a transfer (1 to 256)")
+    beside.add_argument("--rows", type=_run_sizes, metavar="BYTES,...", help="run sizes: 256, 2048, 32768, 2097152")
+    beside.add_argument("--depth", type=_run_sizes, default=[1], metavar="N,...", help="transfers under way at once")
+    beside.add_argument("--seconds", type=_seconds, default=0.3, help="of decode steps, a row (default: %(default)s)")
+    beside.add_argument("--rounds", type=_positive, default=1, help="of each row, whose medians count (default: 1)")
+    beside.add_argument("--batch", type=_positive, default=32, help="of the decode (default: %(default)s)")
+    beside.add_argument("--lmcache", metavar="PATH", help="LMCache's compiled module (default: the installed one)")
+    beside.add_argument("--sglang", metavar="MODULE", help="SGLang's operations (default: sgl_kernel.kvcacheio)")
+    beside.add_argument("--neighbour", choices=("busy", "idle"), help="what plans are made for")
+    beside.add_argument("--queue", action="store_true", help="a load that arrives behind 2 GiB of stores")
+    beside.add_argument("--first", action="store_true", help="first calls beside a GPU that is busy for 1.5 s")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from kvraw.copying.chooser import Chooser
 from kvraw.copying.device_state import DeviceState
 from kvraw.copying.kernel import THREADS, KernelPlan
 from kvraw.copying.plan import CopyPlan
-from kvraw.copying.planner import Choice
+from kvraw.copying.planner import Choice, RateLimit
 from kvraw.copying.staged import StagedChunks, StagedItems
 from kvraw.copying.staging_ring import StagingRing
 from kvraw.copying.status_words import once
@@ -51,6 +51,8 @@ class BoundCopy:
         `engine` is a wish: where it cannot carry a call out, another does.
     ctas, threads : int, optional
         Most thread blocks of any kernel, 0 means none: the copy engine alone; and most threads of a block.
+    limit : RateLimit, optional
+        As of `Chooser`.
     check : bool
         Check indices, in the kernel where they lie on the device.
     distinct : bool
@@ -66,6 +68,7 @@ class BoundCopy:
         engine: str = "auto",
         where_possible: bool = False,
         ctas: int | None = None,
+        limit: RateLimit | None = None,
         threads: int = THREADS,
         check: bool = True,
         distinct: bool = False,
@@ -73,8 +76,8 @@ class BoundCopy:
     ) -> None:
         self.plan, self.ctas = plan, ctas
         self._check, self._names = check, index_names
-        self.kernel = KernelPlan(plan, ctas=ctas or None, threads=threads, check=check, names=index_names)
-        self.chooser = Chooser(plan, engine, where_possible=where_possible, ctas=ctas)
+        self.kernel = KernelPlan(plan, ctas=ctas or None, threads=threads, check=check, names=index_names, limit=limit)
+        self.chooser = Chooser(plan, engine, where_possible=where_possible, ctas=ctas, limit=limit)
         self._described = copy_engine.DescriptorPlan(plan)
         self._staged: dict[tuple[str, bytes], StagedChunks] = {}
         self._last_staged: tuple[AddressTable, str, StagedChunks] | None = None
@@ -102,7 +105,7 @@ class BoundCopy:
                 self.enqueue(state, operation, call, choice)
 
             return submission.submit_as_one(state, stream, work, pageable=pageable, refs=refs), "copy"
-        operation = state.books.begin(stream, captured=call.capturing)
+        operation = state.completions.begin(stream, captured=call.capturing)
         try:
             self.enqueue(state, operation, call, choice)
             return operation.commit(refs), choice.engine
@@ -162,7 +165,15 @@ class BoundCopy:
     ) -> None:
         src, dst = call.side(0, on_device=True), call.side(1, on_device=True)
         self.kernel.enqueue(
-            state, operation, src, dst, first, count, link=call.src.link or call.dst.link, on_error=on_error
+            state,
+            operation,
+            src,
+            dst,
+            first,
+            count,
+            link=call.src.link or call.dst.link,
+            way=self.chooser.way(call),
+            on_error=on_error,
         )
 
     def _enqueue_copies(self, state: DeviceState, operation: Operation, call: Call) -> None:
@@ -252,6 +263,7 @@ class BoundCopy:
             call.count,
             src.alignment | dst.alignment,
             link=src.link or dst.link,
+            way=self.chooser.way(call),
         )
         bound = None
         if launch is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvraw.arrays import U64
+from kvraw.copying.pace import PaceWords
 from kvraw.copying.staging_ring import StagingRings
 from kvraw.copying.status_words import StatusPages
 from kvraw.runtime import fork
@@ -52,35 +53,36 @@ class DeviceState:
     def __init__(self, device: int) -> None:
         self.owner = d = driver()
         self.device = device
-        self.books = CompletionQueue()
-        self.board = StatusPages(device)
+        self.completions = CompletionQueue()
+        self.status = StatusPages(device)
         self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")
         self.arena = StagingRings(device)
+        self.paces = PaceWords(device)
         # What adapters made ready for this device, by a name of theirs: it ends with the context.
         self.bound: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
-        self.noted: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
+        self.fences: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
         self._lock = fork.lock()
         self._side: dict[str, Stream] = {}
         self._uploads: dict[int, list[Upload]] = defaultdict(list)
         self.generation = generation(device)
-        self.lost = False  # the context was reset
+        self.was_reset = False  # the context was reset
         self.cuts = cut_list(d)
         tie(self)
 
     def context_lost(self) -> None:
         """Nothing of it can be used again: the next call makes another."""
-        self.lost = True
+        self.was_reset = True
         with _lock:
             states = _states(self.owner)
             if states.get(self.device) is self:
                 del states[self.device]
-        self.books.lose(reset_error(self.device, "the transfer's work"))
+        self.completions.fail_all(reset_error(self.device, "the transfer's work"))
 
-    def note(self, stream: int) -> None:
+    def fence(self, stream: int) -> None:
         """Have `drain` wait for what a stream was given so far, which is on nobody's books."""
-        event = self.noted.get(stream)
+        event = self.fences.get(stream)
         if event is None:
-            event = self.noted[stream] = self.books.take_event()
+            event = self.fences[stream] = self.completions.take_event()
         self.owner.event_record(event, stream)
 
     def side_stream(self, direction: str) -> Stream:
@@ -92,12 +94,13 @@ class DeviceState:
 
     def get_ready(self, events: int, uploads: tuple[int, ...]) -> None:
         """Make events, upload buffers of these words, and status words, ahead of their use."""
-        made = [self.books.take_event() for _ in range(events)]
+        made = [self.completions.take_event() for _ in range(events)]
         for event in made:
-            self.books.give_event(event)
+            self.completions.give_event(event)
         for upload in [self.take_upload(words) for words in uploads]:
             self.give_upload(upload)
-        self.board.get_ready()
+        self.status.get_ready()
+        self.paces.address("store")
         for direction in ("store", "load", "copy"):
             self.side_stream(direction)
 
@@ -128,9 +131,9 @@ def _states(d: CudaDriver) -> dict[int, DeviceState]:
 def drain() -> None:
     """Wait for all that devices in use were given, such as before memory that it may use is given up."""
     for state in list(_states(driver()).values()):
-        state.books.drain()
+        state.completions.drain()
         with DeviceScope(state.device):
-            for event in list(state.noted.values()):
+            for event in list(state.fences.values()):
                 state.owner.event_synchronize(event)
 
 

@@ -15,7 +15,9 @@ from kvraw.arrays import U64
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import DeviceState, Upload
 from kvraw.copying.operands import DeviceTable, Operands
+from kvraw.copying.pace import SLACK, require_rate
 from kvraw.copying.plan import CopyPlan
+from kvraw.copying.planner import RateLimit
 from kvraw.errors import BoundsError, UnsupportedDriverError
 from kvraw.ptx.loader import read_ptx
 from kvraw.runtime import fork
@@ -23,10 +25,11 @@ from kvraw.runtime.completion import Operation
 from kvraw.runtime.driver import CudaDriver
 from kvraw.runtime.module import ArgumentBlock, Kernel
 
-__all__ = ["KernelPlan", "copy_kernel", "kernels_barred", "launch_shape"]
+__all__ = ["KernelPlan", "copy_kernel", "kernels_barred", "launch_shape", "set_pace"]
 
 THREADS = 1024
 _KINDS = 64  # kinds of calls of a plan whose arrangement is kept
+PACED_CTAS = 2  # reach any rate worth keeping to, and more of them are worse neighbours at the same rate
 LINK_CTAS = 16  # saturates PCIe 5 x16 on an H200 with margin (benchmarks/README.md)
 _SIDES = ("src", "dst")
 
@@ -35,9 +38,10 @@ _barred: weakref.WeakKeyDictionary[CudaDriver, str] = weakref.WeakKeyDictionary(
 
 
 @functools.cache
-def copy_kernel(width: int) -> Kernel:
-    """The copy kernel for accesses of `width` bytes."""
-    return Kernel(read_ptx(f"copy_v{width}.ptx"), f"kvraw_copy_v{width}")
+def copy_kernel(width: int, paced: bool = False) -> Kernel:
+    """The copy kernel for accesses of `width` bytes; `paced`: the one that can keep to a rate."""
+    name = f"copy{'_paced' * paced}_v{width}"
+    return Kernel(read_ptx(f"{name}.ptx"), f"kvraw_{name}")
 
 
 def kernels_barred(d: CudaDriver, width: int) -> str:
@@ -91,11 +95,23 @@ def _arrangement(lengths: tuple[int, int, int, int]) -> tuple[list[_Piece], int]
     return pieces, ends[0]
 
 
+def set_pace(block: ArgumentBlock, width: int, state: DeviceState, rate: float, way: str) -> Kernel:
+    """Write a rate into a block whose width is written; the kernel for it."""
+    require_rate(rate)
+    if rate:
+        words = block.record.view(np.uint64)
+        words[ka.PACE], words[ka.PACE_SLACK] = state.paces.address(way or "store"), SLACK * ka.TICKS
+        block.record.view(np.uint32)[ka.PACE_COST] = ka.pace_cost(block.record, width, rate)
+    return copy_kernel(width, rate > 0)
+
+
 class BoundLaunch:
     """A launch of the copy kernel whose arguments lie ready, all but ids and addresses: these are written into them.
 
     Attributes
     ----------
+    block : ArgumentBlock
+        The arguments.
     kernel, ctas, threads, params : int
         What the driver takes.
     index_addresses : list of int
@@ -108,11 +124,13 @@ class BoundLaunch:
         one that the device has.
     count : int
         Ids.
+    pace_address : int
+        Where the 32-bit word of the pace lies, which `pace_word` gives; of use to a launch that was bound with a rate.
     """
 
     __slots__ = (
-        *("_block", "count", "ctas", "index_addresses", "kernel", "params", "status_address", "table_addresses"),
-        "threads",
+        *("block", "_width", "count", "ctas", "index_addresses", "kernel", "pace_address", "params"),
+        *("status_address", "table_addresses", "threads"),
     )
 
     def __init__(
@@ -123,11 +141,19 @@ class BoundLaunch:
         indices: list[int],
         tables: list[int],
         count: int,
+        width: int,
     ) -> None:
-        self._block, self.kernel, self.params, self.count = block, kernel, block.address, count
+        self._width = width
+        self.block, self.kernel, self.params, self.count = block, kernel, block.address, count
         self.ctas, self.threads = grid
         self.index_addresses, self.table_addresses = indices, tables
         self.status_address = block.start + 8 * ka.STATUS
+        self.pace_address = block.start + 4 * ka.PACE_COST
+
+    def pace_word(self, rate: float) -> int:
+        """What has the launch keep to another rate in bytes a second; 0: to none."""
+        require_rate(rate)
+        return ka.pace_cost(self.block.record, self._width, rate)
 
 
 class KernelPlan:
@@ -145,6 +171,8 @@ class KernelPlan:
         Check indices that lie on the device, in the kernel.
     names : tuple of str
         What errors call the source's and the destination's index.
+    limit : RateLimit, optional
+        What launches that cross the link keep to; default: that of `KVRAW_NEIGHBOUR`.
     """
 
     def __init__(
@@ -155,7 +183,9 @@ class KernelPlan:
         threads: int = THREADS,
         check: bool = True,
         names: tuple[str, str] = ("src_index", "dst_index"),
+        limit: RateLimit | None = None,
     ) -> None:
+        self.limit = RateLimit.of(None) if limit is None else limit
         if not 32 <= threads <= THREADS or threads % 32:
             raise BoundsError(f"threads is {threads}, must be a multiple of 32 in [32, {THREADS}]")
         self.threads = threads
@@ -171,17 +201,17 @@ class KernelPlan:
         self._kinds: dict[tuple[object, ...], tuple[list[_Piece], int, list[int]]] = {}
         self._templates: dict[int, tuple[U64, int]] = {}  # of bound launches, by the width of their accesses
         self._pieces: list[_Piece] = []
-        self._upload_words = self._width = self._segments = 0
-        self._last_bits = -1
+        self._upload_words = self._segments = 0
+        self._last_bits, self._rate = -1, 0.0
         self._kernel = copy_kernel(16)
-        self._grid, self._shaped = (0, 0), (0, False)
+        self._grid, self._shaped = (0, 0), (0, False, 0.0)
         self._written: list[U64 | None] = [None, None]  # tables that stand in the words already
         self._bits: list[int] = [0, 0]
         ka.fill_plan(self._block.record, plan)
 
-    def most_ctas(self, link: bool, multiprocessors: int) -> int:
-        """Most thread blocks of a launch; `link` says that host memory takes part."""
-        return self.ctas or (LINK_CTAS if link else 2 * multiprocessors)
+    def most_ctas(self, link: bool, multiprocessors: int, paced: bool = False) -> int:
+        """Most thread blocks of a launch; `link` says that host memory takes part, `paced` that it keeps to a rate."""
+        return self.ctas or (PACED_CTAS if paced else LINK_CTAS if link else 2 * multiprocessors)
 
     def enqueue(
         self,
@@ -196,6 +226,8 @@ class KernelPlan:
         stream: int | None = None,
         origin: int = 0,
         on_error: Callable[[Exception], None] | None = None,
+        rate: float | None = None,
+        way: str = "",
     ) -> None:
         """Enqueue the plan for items `first` to `first + count` on the operation's stream, or on another.
 
@@ -203,7 +235,12 @@ class KernelPlan:
         as unchanged. Indices on the device are the caller's to keep. The device's context is current. The operation's
         error is a `BoundsError` where the kernel met a bad index; it counts indices from `origin`. Where nobody waits
         for the operation, `on_error` receives it.
+
+        The launch keeps to `rate` bytes a second, which it shares with all launches on the device that keep to one the
+        same `way`, "store", "load" or "copy"; 0: to none; default: as the plan's limit has it.
         """
+        if rate is None:
+            rate = self.limit.rate(state.device, way) if link else 0.0
         stream = operation.stream if stream is None else stream
         src_index, dst_index = src.index, dst.index
         src_kind = 0 if src_index is None else 1 if src_index.host is not None else src_index.width
@@ -222,20 +259,23 @@ class KernelPlan:
             upload: Upload | None = None
             if self._upload_words:
                 upload = state.take_upload(self._upload_words)
-                operation.then(functools.partial(state.give_upload, upload))
+                operation.on_done(functools.partial(state.give_upload, upload))
             status = 0
             if self.check and (src_kind > 1 or dst_kind > 1):
-                status = state.board.take(operation, self, origin, on_error)
+                status = state.status.take(operation, self, origin, on_error)
             self._write((src, dst), first, count, upload)
             bits = self._bits[0] | self._bits[1]
-            if bits != self._last_bits:
-                self._set_width(self.plan.width(bits))
-                self._last_bits = bits
+            if bits != self._last_bits or rate != self._rate:
+                self._set_width(self.plan.width(bits), rate)
+                self._last_bits, self._rate = bits, rate
+            if rate:
+                words[ka.PACE] = state.paces.address(way or "store")
             segments = count * self._segments
             words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, status
-            shape = (segments, link)
+            shape = (segments, link, rate)
             if shape != self._shaped:
-                self._grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
+                most = self.most_ctas(link, state.multiprocessors, rate > 0)
+                self._grid = launch_shape(segments, most, self.threads)
                 self._shaped = shape
             if upload is not None:
                 operation.enqueued.append(stream)
@@ -255,8 +295,10 @@ class KernelPlan:
         bits: int,
         *,
         link: bool,
-        width: int = 0,
+        width: int | tuple[int, int] = 0,
         skipped: int = 0,
+        rate: float | None = None,
+        way: str = "",
     ) -> BoundLaunch | None:
         """A launch for items `first` to `first + count`; None where ids and tables do not fit the argument block.
 
@@ -273,24 +315,28 @@ class KernelPlan:
             The alignment of all base addresses, or-ed together.
         link : bool
             Host memory takes part.
-        width : int
-            Bytes of an id on the device; 0: ids are the host's.
+        width : int, or two
+            Bytes of an id on the device, of either side or of each; 0: ids are the host's.
         skipped : int
             Leading entries that the tables of sides without ids are short of: those of items before `first`.
+        rate, way : float, str
+            As of `enqueue`; a launch with a rate can take another one later.
         """
+        if rate is None:
+            rate = self.limit.rate(state.device, way) if link else 0.0
         plan = self.plan
         lengths = [t if isinstance(t, int) else 0 if isinstance(t, DeviceTable) else len(t) for t in tables]
-        if sum(lengths) + count * len(indexed) * (width == 0) > ka.WORDS:
+        widths = (width, width) if isinstance(width, int) else width
+        if sum(lengths) + count * sum(not widths[k] for k in indexed) > ka.WORDS:
             return None
-        indexed_by = ka.INDEX_INLINE
-        if width:
-            indexed_by = (ka.INDEX_I64 if width == 8 else ka.INDEX_I32) | ka.CHECK * self.check
+        kinds = {0: ka.INDEX_INLINE, 8: ka.INDEX_I64 | ka.CHECK * self.check, 4: ka.INDEX_I32 | ka.CHECK * self.check}
         vector = plan.width(bits)
         block = ArgumentBlock(ka.ARGS)
         template = self._templates.get(vector)
         if template is None:
             filled = ArgumentBlock(ka.ARGS)
-            filled.words[:-1] = self._long[:-1]  # as the plan filled it: what else there is, is written below
+            filled.words[: ka.WORDS_AT] = self._long[: ka.WORDS_AT]  # as the plan filled it; the rest is written below
+            filled.words.view(np.uint32)[ka.PACE_COST] = 0
             template = self._templates[vector] = filled.words[:-1], ka.fill_width(filled.record, plan, vector)
         block.words[:-1] = template[0]
         segments = count * plan.runs_per_item * template[1]
@@ -298,7 +344,7 @@ class KernelPlan:
         start, at = block.start, 0
         places = []
         for k, (table, side) in enumerate(zip(tables, (plan.src_flat, plan.dst_flat), strict=True)):
-            flags[ka.FLAGS[k]] = ka.SKIP_NEGATIVE * side.skip_negative | indexed_by * (k in indexed)
+            flags[ka.FLAGS[k]] = ka.SKIP_NEGATIVE * side.skip_negative | kinds[widths[k]] * (k in indexed)
             if isinstance(table, DeviceTable):
                 words[ka.TABLE[k]] = table.address
                 places.append(start + 8 * ka.TABLE[k])
@@ -313,19 +359,21 @@ class KernelPlan:
         indices = [0, 0]
         for k in indexed:
             words[ka.INDEX[k]] = np.uint64((at - first) % 2**64)
-            indices[k] = start + 8 * (ka.INDEX[k] if width else ka.WORDS_AT + at)
+            indices[k] = start + 8 * (ka.INDEX[k] if widths[k] else ka.WORDS_AT + at)
             at += count
         words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, 0
-        grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
-        kernel = copy_kernel(vector).handle_for(state.owner)
-        return BoundLaunch(block, kernel, grid, indices, places, count)
+        grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors, rate > 0), self.threads)
+        kernel = set_pace(block, vector, state, rate, way).handle_for(state.owner)
+        return BoundLaunch(block, kernel, grid, indices, places, count, vector)
 
-    def _set_width(self, width: int) -> None:
-        """Take the kernel for accesses of `width` bytes."""
-        if width != self._width:
-            kernel = copy_kernel(width)  # first, for it may fail
-            split = ka.fill_width(self._block.record, self.plan, width)
-            self._width, self._segments, self._kernel = width, self.plan.runs_per_item * split, kernel
+    def _set_width(self, width: int, rate: float) -> None:
+        """Take the kernel for accesses of `width` bytes that keeps to a rate."""
+        require_rate(rate)
+        kernel = copy_kernel(width, rate > 0)  # first, for it may fail
+        split = ka.fill_width(self._block.record, self.plan, width)
+        self._short[ka.PACE_COST] = ka.pace_cost(self._block.record, width, rate)
+        self._words[ka.PACE_SLACK] = SLACK * ka.TICKS
+        self._segments, self._kernel = self.plan.runs_per_item * split, kernel
 
     def _arrange(self, src: Operands, dst: Operands, count: int, kind: tuple[object, ...]) -> None:
         """Decide where tables and indices go, as for the last call of this kind, and write the flags that say so."""
@@ -387,7 +435,7 @@ class KernelPlan:
             if table is not None:
                 words[ka.TABLE[k]], self._bits[k] = table.address, table.bits
 
-    def found(self, where: int, value: int, origin: int) -> Exception:
+    def describe_fault(self, where: int, value: int, origin: int) -> Exception:
         """The error for what the kernel wrote."""
         which, signed = where & 1, value - 2**64 if value >= 2**63 else value
         side = (self.plan.src_flat, self.plan.dst_flat)[which]

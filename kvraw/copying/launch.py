@@ -7,48 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvraw.copying.device_state import DeviceState, Upload, device_state
+from kvraw.copying.transfer import Transfer
 from kvraw.runtime import fork
 from kvraw.runtime.completion import Completion
-from kvraw.runtime.context import DeviceScope, met
+from kvraw.runtime.context import DeviceScope, note_error
 from kvraw.runtime.driver import driver
 from kvraw.runtime.module import ArgumentBlock, Kernel
 from kvraw.runtime.stream import capturing
 
-__all__ = ["Launch", "LaunchCache", "Operation", "key_of"]
+__all__ = ["Launch", "LaunchCache", "key_of"]
 
 FAULT_BITS = 4  # of the status word's first part; the rest is one more than the place
 
 Explain = Callable[[int, int, int], Exception]
-
-
-class Operation:
-    """Work that was enqueued on a GPU, or is done (CPU)."""
-
-    __slots__ = ("_completions",)
-
-    def __init__(self, *completions: Completion) -> None:
-        self._completions = completions
-
-    def done(self) -> bool:
-        """Whether it is over; never waits."""
-        return all(completion.done() for completion in self._completions)
-
-    def wait(self) -> None:
-        """Wait on the host until it is over, with the GIL released.
-
-        Raises
-        ------
-        BoundsError, LayoutError
-            The kernel met data that it could not work with; says what and where.
-        """
-        for completion in self._completions:
-            completion.wait()
-        for completion in self._completions:
-            if completion.error is not None:
-                raise completion.error
-
-    def __and__(self, other: Operation) -> Operation:
-        return Operation(*self._completions, *other._completions)
 
 
 class Launch:
@@ -71,14 +42,13 @@ class Launch:
 
     Attributes
     ----------
-    told : callable or None
+    on_error : callable or None
         Receives what the kernel finds where nobody waits for the operation.
     """
 
     __slots__ = (
         "_addresses",
         "_block",
-        "_board",
         "_ctas",
         "_handle",
         "_kernel",
@@ -86,6 +56,7 @@ class Launch:
         "_params",
         "_state",
         "_status",
+        "_status_pages",
         "_threads",
         "_words",
         "device",
@@ -121,9 +92,9 @@ class Launch:
         """Take the kernel and the state of the current context."""
         self._state: DeviceState = device_state(self.device)
         self._handle = self._kernel.handle()
-        self._board = self._state.board
+        self._status_pages = self._state.status
 
-    def found(self, where: int, value: int, origin: int) -> Exception:
+    def describe_fault(self, where: int, value: int, origin: int) -> Exception:
         """The error for what the kernel wrote."""
         return self.explain(where & (1 << FAULT_BITS) - 1, (where >> FAULT_BITS) - 1, value)
 
@@ -132,8 +103,8 @@ class Launch:
         stream: int,
         refs: tuple[object, ...],
         upload: Upload | None = None,
-        then: Callable[[], None] | None = None,
-    ) -> Operation:
+        on_done: Callable[[], None] | None = None,
+    ) -> Transfer:
         """Enqueue it on a stream as its block stands.
 
         Parameters
@@ -142,14 +113,18 @@ class Launch:
             Kept until the kernel is over.
         upload : Upload, optional
             Buffers that the kernel reads from, given back once it is over.
-        then : callable, optional
+        on_done : callable, optional
             Called once the kernel is over, or where it could not be enqueued.
         """
         with DeviceScope(self.device):
-            after = functools.partial(_after, self._state, upload, then) if upload is not None or then else None
+            after = functools.partial(_after, self._state, upload, on_done) if upload is not None or on_done else None
             captured = capturing(stream, self.device)
-            # What `then` gives back may be in use by work that was enqueued ahead of this.
-            return Operation(self.start(stream, (), captured, refs, after, upload is not None or then is not None))
+            # What `on_done` gives back may be in use by work that was enqueued ahead of this.
+            return self.run(stream, (), captured, refs, after, upload is not None or on_done is not None)
+
+    def run(self, stream: int, *args: Any) -> Transfer:
+        """`start`, for the caller of an operation."""
+        return Transfer((self.start(stream, *args),), "kernel", self.device)
 
     def start(
         self,
@@ -170,16 +145,16 @@ class Launch:
         if owner.context_device() != self.device:
             with DeviceScope(self.device):
                 return self.start(stream, tensors, captured, refs, after, enqueued, values)
-        if self._state.lost:
+        if self._state.was_reset:
             self._bind()
-        books, board = self._state.books, self._board
-        operation = books.begin(stream, captured=True) if captured else books.begin(stream)
+        completions, status_pages = self._state.completions, self._status_pages
+        operation = completions.begin(stream, captured=True) if captured else completions.begin(stream)
         try:
             if enqueued:
                 operation.enqueued.append(stream)
             if after is not None:
-                operation.then(after)
-            status = board.take(operation, self, 0, self.on_error)
+                operation.on_done(after)
+            status = status_pages.take(operation, self, 0, self.on_error)
             with self._lock:
                 words = self._words
                 if tensors:
@@ -194,15 +169,15 @@ class Launch:
             return operation.commit((tensors, refs))
         except BaseException as error:
             operation.abort()
-            met(error, self.device)
+            note_error(error, self.device)
             raise
 
 
-def _after(state: DeviceState, upload: Upload | None, then: Callable[[], None] | None) -> None:
+def _after(state: DeviceState, upload: Upload | None, on_done: Callable[[], None] | None) -> None:
     if upload is not None:
         state.give_upload(upload)
-    if then is not None:
-        then()
+    if on_done is not None:
+        on_done()
 
 
 def key_of(options: object, a: Any, b: Any, c: Any = None, d: Any = None) -> tuple[Any, ...] | None:

@@ -93,10 +93,10 @@ def device_table_bits(tensor: Any, state: DeviceState, stream: int) -> int:
         return table.bits
     if not capturing(stream, state.device):
         count = int(tensor.numel())
-        operation = state.books.begin(stream)
+        operation = state.completions.begin(stream)
         upload = state.take_upload(count)
-        operation.then(partial(_learn, table, upload, count))
-        operation.then(partial(state.give_upload, upload))
+        operation.on_done(partial(_learn, table, upload, count))
+        operation.on_done(partial(state.give_upload, upload))
         try:
             operation.enqueued.append(stream)
             upload.fetch(int(tensor.data_ptr()), count * 8, stream)

@@ -24,7 +24,7 @@ from kvraw.copying.chooser import joined_items
 from kvraw.copying.device_state import DeviceState
 from kvraw.copying.planner import Choice
 from kvraw.runtime.completion import Completion, Operation
-from kvraw.runtime.context import DeviceScope, met
+from kvraw.runtime.context import DeviceScope, note_error
 from kvraw.runtime.driver import driver
 from kvraw.runtime.host.pool import ChunkKind, HostPool
 from kvraw.runtime.stream import Stream, stream_handle
@@ -98,7 +98,7 @@ class RepeatedCalls:
         known, bound = self._placed.get(key, _UNKNOWN)
         if known is not state:  # or of a context that was reset
             bound = None
-        operation = state.books.begin(stream)
+        operation = state.completions.begin(stream)
         try:
             ids = _NO_IDS if index.host is None else index.host
             if type(bound) is BoundCall:
@@ -180,8 +180,8 @@ class RepeatedCalls:
         ):
             return None
         state = known.state
-        books = state.books
-        if state.lost or state.owner is not driver() or not books.events:
+        completions = state.completions
+        if state.was_reset or state.owner is not driver() or not completions.events:
             return None
         if type(stream) is Stream and stream.device == self._device:
             handle = stream.open_handle or stream.handle
@@ -189,7 +189,7 @@ class RepeatedCalls:
             handle = stream_handle(stream, self._device)
         owners = chunks.copy()
         addresses: U64 = np.fromiter(map(_address_of, owners), _UINT64, count)
-        operation = books.begin(handle)
+        operation = completions.begin(handle)
         try:
             operation.uses = addresses
             if pool.use_chunks(operation, version) == known.shift:
@@ -204,7 +204,7 @@ class RepeatedCalls:
                     return operation.commit((cache, owners, ids)), known.choice
         except BaseException as error:
             operation.abort()
-            met(error, self._device)
+            note_error(error, self._device)
             raise
         operation.abort()
         return None

@@ -281,7 +281,7 @@ class _Staged:
         if index is not None and index.host is None:
             there = index.address
             if self._check:
-                status = state.board.take(operation, kind.steps[0].kernel, 0, on_error)
+                status = state.status.take(operation, kind.steps[0].kernel, 0, on_error)
         if kind.paged is not None and kind.owner is not table:
             assert isinstance(table, AddressTable)
             kind.paged[:], kind.owner = table.seen, table
@@ -299,7 +299,7 @@ class _Staged:
             ids, bases = parts
             count = len(ids) + len(bases)
             upload = state.take_upload(count)
-            operation.then(functools.partial(state.give_upload, upload))
+            operation.on_done(functools.partial(state.give_upload, upload))
             upload.words[: len(ids)], upload.words[len(ids) : count] = ids, bases
             to = upload.device.address
             values[made.upload], values[made.upload + 1], values[made.upload + 2] = to, _at(upload.words), 8 * count

@@ -1,4 +1,4 @@
-"""Status words: where kernels write what they found, and how it is seen without asking the driver."""
+"""Status words: where kernels report bad data; read without asking the driver."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def once(sink: Callable[[Exception], None]) -> Callable[[Exception], None]:
 class FaultDescriber(Protocol):
     """What a kernel's words are given to."""
 
-    def found(self, where: int, value: int, origin: int) -> Exception:
-        """The error for the two words of a ticket, and the `origin` that was written on it."""
+    def describe_fault(self, where: int, value: int, origin: int) -> Exception:
+        """The error for the two words of a slot, and its `origin`."""
 
 
 class StatusSlot:
@@ -45,20 +45,20 @@ class StatusSlot:
     address : int
         Of the two words, as the device sees them.
     page : int
-        Which of the board's pages they are on.
-    finder : FaultDescriber
+        Which of the pages they are on.
+    describer : FaultDescriber
         What the words are given to.
     origin : int
-        For the finder's own use.
-    told : callable or None
+        For the describer's own use.
+    on_error : callable or None
         Receives the error as well, where nobody waits for the launch.
     completion : Completion, optional
         The launch's, which settles it; None for one that was captured: its words count at once.
     """
 
-    __slots__ = ("_at", "_free", "_words", "address", "completion", "finder", "on_error", "origin", "page")
+    __slots__ = ("_at", "_free", "_words", "address", "completion", "describer", "on_error", "origin", "page")
 
-    finder: FaultDescriber
+    describer: FaultDescriber
     completion: Completion | None
 
     def __init__(self, words: memoryview[int], at: int, address: int, page: int, free: list[StatusSlot]) -> None:
@@ -73,14 +73,14 @@ class StatusSlot:
         return self._words[self._at] != 0
 
     def read(self) -> Exception | None:
-        """What the kernel found since the last time."""
+        """The error that the kernel reported since the last call."""
         words, at = self._words, self._at
         where = words[at]
         if not where:
             return None
         value = words[at + 1]
         words[at] = words[at + 1] = 0
-        error = self.finder.found(where, value, self.origin)
+        error = self.describer.describe_fault(where, value, self.origin)
         if self.on_error is not None:
             self.on_error(error)
         return error
@@ -94,42 +94,42 @@ class StatusSlot:
 
 
 class StatusPages:
-    """The tickets of one device."""
+    """The status slots of one device."""
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._lock = fork.lock()
         self._blocks: list[PinnedBuffer] = []
         self._pages: list[memoryview[int]] = []
-        self._tickets: list[StatusSlot] = []
+        self._slots: list[StatusSlot] = []
         self._free: list[StatusSlot] = []
-        self._used = 0  # pages from the first on that hold all tickets ever taken
+        self._used = 0  # pages from the first on that hold all slots ever taken
 
     def take(
         self,
         operation: Operation,
-        finder: FaultDescriber,
+        describer: FaultDescriber,
         origin: int = 0,
         on_error: Callable[[Exception], None] | None = None,
     ) -> int:
-        """Address of a cleared ticket for a launch of an operation, which reads it; the device's context is current."""
+        """Address of a cleared slot for a launch of an operation, which reads it; the device's context is current."""
         try:
-            ticket = self._free.pop()
+            slot = self._free.pop()
         except IndexError:
-            ticket = self._more()
-        if ticket.page >= self._used:
-            self._used = ticket.page + 1
-        ticket.finder, ticket.origin, ticket.on_error = finder, origin, on_error
-        operation.report(ticket.read)
-        operation.then(ticket.give_back)
+            slot = self._more()
+        if slot.page >= self._used:
+            self._used = slot.page + 1
+        slot.describer, slot.origin, slot.on_error = describer, origin, on_error
+        operation.add_check(slot.read)
+        operation.on_done(slot.give_back)
         if on_error is not None:
-            operation.on_error = True
+            operation.handled = True
         if not operation.captured:
-            ticket.completion = operation
-        return ticket.address
+            slot.completion = operation
+        return slot.address
 
     def get_ready(self) -> None:
-        """Have tickets at hand; the device's context is current."""
+        """Have slots at hand; the device's context is current."""
         if not self._free:
             self._free.append(self._more())
 
@@ -147,7 +147,7 @@ class StatusPages:
             ]
             self._blocks.append(block)
             self._pages += [view[size * k : size * (k + 1)] for k in range(_PAGES)]
-            self._tickets += made
+            self._slots += made
         # What was given back last is taken first, and new ones in their order: so few pages are in use.
         self._free[:0] = reversed(made[1:])
         return made[0]
@@ -159,17 +159,17 @@ class StatusPages:
                 return True
         return False
 
-    def look(self) -> None:
-        """Take up what launches found that nobody waits for, where they are over. No capture is in progress."""
+    def poll(self) -> None:
+        """Read the words of launches that are over and that nobody waits for. No capture is in progress."""
         if not self.written():
             return
         with DeviceScope(self._device):
-            for ticket in self._tickets:
-                if ticket.on_error is None or not ticket.written:
+            for slot in self._slots:
+                if slot.on_error is None or not slot.written:
                     continue
-                completion = ticket.completion
+                completion = slot.completion
                 if completion is not None:
                     completion.done()
                     continue
                 with self._lock:  # of a graph: nothing but this reads it
-                    ticket.read()
+                    slot.read()

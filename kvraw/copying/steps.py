@@ -94,12 +94,12 @@ class BoundSteps:
         """
         state, program, launches = self.state, self._program, self._launches
         # The program asks as well; but an event, where none is at hand, is made in the current context.
-        if not state.books.events and state.owner.context_device() != state.device:
+        if not state.completions.events and state.owner.context_device() != state.device:
             return None
-        operation = state.books.begin(stream)
+        operation = state.completions.begin(stream)
         try:
             sink = on_error if len(self._used) == 1 else once(on_error)
-            tickets = {k: state.board.take(operation, launches[k].plan, 0, sink) for k in self._used}
+            tickets = {k: state.status.take(operation, launches[k].plan, 0, sink) for k in self._used}
             words = asked + copies
             for number, (ids, first, count) in zip(self._numbers, jobs, strict=True):
                 words += launches[number].job(ids, first, count, tickets[number])

@@ -163,7 +163,7 @@ def submit_short(
 
     None, and nothing is enqueued, where a capture is in progress on the stream.
     """
-    operation = state.books.begin(stream)
+    operation = state.completions.begin(stream)
     try:
         if _run(state, operation, addresses, count, None):
             return operation.commit(refs)
@@ -199,7 +199,7 @@ def submit_as_one(
     """
     capturing = state.owner.stream_capturing(stream)
     aside = stream in LEGACY and not capturing and not pageable
-    operation = state.books.begin(state.side_stream("copy").handle if aside else stream, captured=capturing)
+    operation = state.completions.begin(state.side_stream("copy").handle if aside else stream, captured=capturing)
     try:
         if aside:
             operation.follow(stream)

@@ -20,14 +20,14 @@ __all__ = [
     "Tied",
     "active_device",
     "at_reset",
+    "check_for_reset",
     "current_device",
     "device_if_active",
     "device_to_pin",
     "forget",
     "generation",
     "gpu_at_hand",
-    "look_for_reset",
-    "met",
+    "note_error",
     "require_device",
     "reset_error",
     "resets",
@@ -73,7 +73,7 @@ def resets(device: int) -> int:
 def generation(device: int) -> int:
     """A number that changes once a device's context was found to be reset; to be asked where something is made."""
     if usable_here():
-        look_for_reset(device)
+        check_for_reset(device)
     return _resets.get(device, 0)
 
 
@@ -82,19 +82,19 @@ def reset_error(device: int | None, what: str) -> ClosedError:
     return ClosedError(f"{what} is gone: the context of device {device} was reset since it was made; make it anew")
 
 
-def look_for_reset(device: int) -> None:
+def check_for_reset(device: int) -> None:
     """Find out whether somebody reset the context of a device; asked where something is made there."""
     d = driver()
     mark = _marks.get(d, _NO_MARKS).get(device)
     if mark is not None and d.context_id(mark[0]) != mark[1]:
-        _lose(d, device, mark)
+        _end_context(d, device, mark)
 
 
-def met(error: BaseException, device: int) -> None:
+def note_error(error: BaseException, device: int) -> None:
     """A call on a device failed: where it was the first to meet a reset, the next one finds all made anew."""
     if isinstance(error, DriverError) and error.code in _GONE:
         with contextlib.suppress(DriverError):
-            look_for_reset(device)
+            check_for_reset(device)
 
 
 def _mark(d: CudaDriver, device: int) -> None:
@@ -104,7 +104,7 @@ def _mark(d: CudaDriver, device: int) -> None:
         _marks.setdefault(d, {})[device] = context, d.context_id(context)
 
 
-def _lose(d: CudaDriver, device: int, mark: tuple[int, int] | None) -> None:
+def _end_context(d: CudaDriver, device: int, mark: tuple[int, int] | None) -> None:
     with _lock:
         known = _marks.setdefault(d, {})
         if known.get(device) != mark:
@@ -208,7 +208,7 @@ class FreshScope:
         self._device = device
 
     def __enter__(self) -> FreshScope:
-        look_for_reset(self._device)
+        check_for_reset(self._device)
         self._scope = DeviceScope(self._device)
         self._scope.__enter__()
         try:
@@ -249,7 +249,7 @@ class DeviceScope:
         except DriverError as error:
             if error.code not in _GONE:
                 raise
-            _lose(d, self._device, _marks.get(d, _NO_MARKS).get(self._device))
+            _end_context(d, self._device, _marks.get(d, _NO_MARKS).get(self._device))
             raise DriverError(
                 error.name,
                 error.code,
@@ -267,4 +267,4 @@ class DeviceScope:
             self._pushed = False
             driver().context_pop()
         if error is not None:
-            met(error, self._device)
+            note_error(error, self._device)

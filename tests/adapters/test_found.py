@@ -78,7 +78,7 @@ def test_any_operation_raises_it_once(rows: Rows, name: str, caplog: pytest.LogC
     np.testing.assert_array_equal(rows.w.take(rows.dst), before)
     LATER[name](rows)
     with DeviceScope(rows.w.device):
-        device_state(rows.w.device).books.drain()
+        device_state(rows.w.device).completions.drain()
     assert ["is 99" in r.getMessage() for r in caplog.records] == [True]
 
 
@@ -172,5 +172,5 @@ def test_a_long_capture_takes_no_memory(fake: FakeDriver, monkeypatch: pytest.Mo
     with pytest.raises(kvraw.BoundsError, match=BAD):
         rows.kernel(rows.good)
     with DeviceScope(0):
-        assert len(device_state(0).books.captured) == 301
+        assert len(device_state(0).completions.captured) == 301
     assert driver() is fake

@@ -10,7 +10,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import deferred_errors as found
+from kvraw.adapters import deferred_errors
 from kvraw.adapters.lmcache import _blend_groups, _memo, _paged, _place, _planned
 from kvraw.runtime import driver as driver_module
 from tests.emulator.fake_driver import FakeDriver
@@ -60,7 +60,7 @@ def test_copies_wait_for_what_uses_their_slots(seed: int, halves: int) -> None:
     finally:
         for one in (_memo, _paged, _blend_groups):
             one._known.clear()
-        for queue in (_planned._bits, *found._found.values()):
+        for queue in (_planned._bits, *deferred_errors._found.values()):
             queue.clear()
         driver_module.install(before)
 

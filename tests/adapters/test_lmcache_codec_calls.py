@@ -11,7 +11,7 @@ import pytest
 
 import kvraw
 from kvraw.adapters.lmcache import _codec as ops
-from kvraw.copying import device_state, grid
+from kvraw.copying import device_state, launch
 from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers import coder_oracle as oracle
@@ -24,7 +24,7 @@ TABLE = oracle.cdf(SYMBOLS, BINS)
 
 @pytest.fixture
 def torch_like(device: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    monkeypatch.setattr(ops, "_launches", grid.LaunchCache())
+    monkeypatch.setattr(ops, "_launches", launch.LaunchCache())
     world = TorchLike(device).install(monkeypatch)
     yield world
     world.synchronize()
@@ -32,7 +32,7 @@ def torch_like(device: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLi
 
 @pytest.fixture
 def on_emulator(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> TorchLike:
-    monkeypatch.setattr(ops, "_launches", grid.LaunchCache())
+    monkeypatch.setattr(ops, "_launches", launch.LaunchCache())
     return TorchLike(0).install(monkeypatch)
 
 

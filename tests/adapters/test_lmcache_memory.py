@@ -19,8 +19,7 @@ import kvraw.adapters.lmcache as ops
 from kvraw.adapters.lmcache import _host, _memory
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
-from kvraw.runtime.host import backing as facts
-from kvraw.runtime.host import shm
+from kvraw.runtime.host import backing, shm
 from kvraw.runtime.memory import locate
 from tests.helpers.leaks import segments
 
@@ -203,7 +202,7 @@ def smaps(address: int, key: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["pinned", "pinned_numa", "numa", "shm_pinned"])
 def test_more_than_the_control_group_may_have(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(facts, "cgroup_limit", lambda: 4096)
+    monkeypatch.setattr(backing, "cgroup_limit", lambda: 4096)
     error = MemoryError if kind == "pinned" else RuntimeError
     with pytest.raises(error, match=r"8192 bytes of host memory.*the control group's limit is 4096 bytes"):
         alloc(kind, 8192)

@@ -9,7 +9,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import deferred_errors as found
+from kvraw.adapters import deferred_errors
 from kvraw.adapters.lmcache import _blocks, _memo, _paged
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -100,7 +100,7 @@ def test_a_bad_id_of_a_call_that_waits_is_raised_once(device: int) -> None:
     with pytest.raises(kvraw.BoundsError, match=r"block_ids\[1\] is 9, must be in \[0, 7\)"):
         call(w, ids, ops.D2H)
     w.check()
-    assert not found._found[device]
+    assert not deferred_errors._found[device]
     quiet(w)
     w.close()
 
@@ -121,7 +121,7 @@ def test_a_bad_slot_of_a_call_that_waits_is_raised_once(device: int) -> None:
     with pytest.raises(kvraw.BoundsError, match=r"slot_mapping\[1\] is 99, must be in \[0, 14\)"):
         move(slots)
     rows.check()
-    assert not found._found[device]
+    assert not deferred_errors._found[device]
     move(np.array([-1, -1, -1]))
     rows.check()
     w.close()

@@ -12,8 +12,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import copies, sglang, sglang_direct, vllm
-from kvraw.adapters import deferred_errors as found
+from kvraw.adapters import copies, deferred_errors, sglang, sglang_direct, vllm
 from kvraw.adapters.lmcache import _objects, _place
 from kvraw.copying import pointer_tables
 from kvraw.copying.device_state import device_state
@@ -61,7 +60,7 @@ class Pieces:
 
 @pytest.fixture
 def w(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
-    found._found[0].clear()
+    deferred_errors._found[0].clear()
     vllm._pieces.cache_clear()
     sglang_direct._by_value.clear()
     made = TorchLike(0).install(monkeypatch)
@@ -250,7 +249,7 @@ def test_tensors_that_are_given_other_memory_or_another_shape(w: TorchLike) -> N
     with DeviceScope(0):
         pointer_tables.device_table_bits(table, state, w.stream.handle)
         w.synchronize()
-        state.books.drain()
+        state.completions.drain()
         assert pointer_tables.device_table_bits(table, state, w.stream.handle) == 4096 | 8192
         table.base = w.put("device", np.array([4096, 8], np.uint64)).base
         assert pointer_tables.device_table_bits(table, state, w.stream.handle) == 8  # not known yet

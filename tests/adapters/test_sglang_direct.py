@@ -207,7 +207,7 @@ def test_lists_of_all_layers_that_change(w: TorchLike) -> None:
             y[:3] = x[[3, 4, 9]]
         same(w, list(zip(src + dst, a + b, strict=True)))
     if w.stream is not None:
-        tensors.device_state(0).books.drain()
+        tensors.device_state(0).completions.drain()
     assert len(sglang_direct._by_identity) == 1  # those with tensors that are gone are forgotten
     del src, dst
     gc.collect()
@@ -223,7 +223,7 @@ def test_the_default_stream(fake: object, monkeypatch: pytest.MonkeyPatch) -> No
     reads, writes = ids(w, [5, 3, 9, 1], False), ids(w, [0, 2, 4, 6], False)
     sglang.transfer_kv_direct([src], [dst], reads, writes, 1)
     sglang.transfer_kv_direct([dst], [back], writes, reads, 1)
-    tensors.device_state(0).books.drain()
+    tensors.device_state(0).completions.drain()
     assert fake.calls["memcpy_batch_async"] == 2  # type: ignore[attr-defined]
     after = b.copy()
     after[[0, 2, 4, 6]] = a[[5, 3, 9, 1]]

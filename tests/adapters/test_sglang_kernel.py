@@ -129,7 +129,7 @@ def test_a_known_table_is_not_asked_again(fake: object, monkeypatch: pytest.Monk
     w.synchronize()
     assert names[-1] == "kvraw_copy_v8"
     known = len(pointer_tables._tables)
-    tensors.device_state(0).books.drain()
+    tensors.device_state(0).completions.drain()
     del table
     gc.collect()
     assert len(pointer_tables._tables) < known
@@ -267,7 +267,7 @@ def test_a_capture(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [case.argument(0, plane, 0) for plane in (0, 1)]
     ids = [w.put("device", np.array(x)) for x in (SRC, DST)]
     numbers = {"item_size": case.item, "dst_layout_dim": case.item * LAYERS, "num_layers": LAYERS}
-    calls, kept = fake.calls, len(tensors.device_state(0).books.captured)  # type: ignore[attr-defined]
+    calls, kept = fake.calls, len(tensors.device_state(0).completions.captured)  # type: ignore[attr-defined]
     before = calls["event_done"], calls["memcpy_async"]
     assert w.stream is not None
     fake.capture(w.stream.handle, True)  # type: ignore[attr-defined]
@@ -275,5 +275,5 @@ def test_a_capture(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
     sglang.transfer_kv_all_layer_lf_pf(tables[0], pages[0], tables[1], pages[1], *ids, **numbers)
     fake.capture(w.stream.handle, False)  # type: ignore[attr-defined]
     assert (calls["event_done"], calls["memcpy_async"]) == before
-    assert len(tensors.device_state(0).books.captured) == kept + 1
+    assert len(tensors.device_state(0).completions.captured) == kept + 1
     case.compare()

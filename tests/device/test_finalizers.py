@@ -40,7 +40,7 @@ def test_a_transfer_is_settled_while_status_words_are_made(fake: FakeDriver, mon
     def more() -> None:
         with DeviceScope(0):
             while not settled:
-                state.board._more()
+                state.status._more()
 
     monkeypatch.setattr(FakeDriver, "host_alloc", host_alloc)
     within(20, more)

@@ -130,7 +130,7 @@ def test_where_it_is_not_launched(fake: FakeDriver) -> None:
     assert world.run([3], [4]) is not None
     world.expect([3], [4])
     with DeviceScope(0):
-        world.state.books.drain()
+        world.state.completions.drain()
 
 
 def test_memory_that_was_pinned_anew(fake: FakeDriver) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_layers_are_loaded_by_ids_that_the_caller_let_go_of(seed: int) -> None:
         drain()
         del load
         gc.collect()
-        device_state(0).books.let_go()
+        device_state(0).completions.release_refs()
         assert gone() is None
         assert (w.now()[:, :, :8] == 7).all()
         pool.close()
@@ -67,7 +68,7 @@ def test_layers_are_loaded_by_ids_that_the_caller_let_go_of(seed: int) -> None:
 def test_a_graph_keeps_what_it_reads_though_nobody_keeps_the_transfer(fake: FakeDriver) -> None:
     w = World(0, MANY, chunks=40)
     kvraw.load(w.cache, w.chunks, np.arange(500), stream=w.stream, engine="kernel").wait()
-    kept = len(device_state(0).books.captured)
+    kept = len(device_state(0).completions.captured)
     fake.capture(w.stream.handle, True)
     kvraw.load(w.cache, w.chunks, np.arange(500), stream=w.stream, engine="kernel")
     plan: Any = next(p for p in w.cache.plans.values())
@@ -79,7 +80,7 @@ def test_a_graph_keeps_what_it_reads_though_nobody_keeps_the_transfer(fake: Fake
         kvraw.load(w.cache, w.chunks, np.arange(500)[::-1] + 99, stream=w.stream, engine="kernel").wait()
     there = np.ctypeslib.as_array((ctypes.c_int64 * 500).from_address(at))
     np.testing.assert_array_equal(there, np.arange(500))
-    assert len(device_state(0).books.captured) == kept + 1
+    assert len(device_state(0).completions.captured) == kept + 1
     w.close()
 
 
@@ -137,9 +138,9 @@ def test_memory_that_a_lost_operation_may_use_is_not_handed_out(fake: FakeDriver
 
 
 def test_the_books_are_looked_through_while_others_enqueue(fake: FakeDriver) -> None:
-    books = CompletionQueue()
+    completions = CompletionQueue()
     with DeviceScope(0), kvraw.Stream(0) as stream:
-        begun = [books.begin(stream.handle) for _ in range(3)]
+        begun = [completions.begin(stream.handle) for _ in range(3)]
 
         class Beside:
             """Stands on the books, and has something committed in the midst of each look at them."""
@@ -151,11 +152,11 @@ def test_the_books_are_looked_through_while_others_enqueue(fake: FakeDriver) -> 
                 return True
 
         beside: Any = Beside()
-        books._open.append(beside)
+        completions.streams[0] = deque([beside])
         begun.pop().commit(None)
-        books.drain()
+        completions.drain()
         assert not begun
-        assert list(books._open) == [beside]
+        assert list(completions.streams[0]) == [beside]
 
 
 def test_pinned_memory_is_given_back_behind_copies_by_address(

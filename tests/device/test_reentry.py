@@ -24,32 +24,32 @@ class Thing:
     """Something that an operation borrows."""
 
 
-def operation(books: CompletionQueue, stream: int, refs: object) -> Completion:
-    begun = books.begin(stream)
+def operation(completions: CompletionQueue, stream: int, refs: object) -> Completion:
+    begun = completions.begin(stream)
     begun.enqueued.append(stream)
     return begun.commit(refs)
 
 
 def test_a_finalizer_that_settles_operations(fake: FakeDriver) -> None:
     with DeviceScope(0), kvraw.Stream(0) as stream, kvraw.Stream(0) as other, kvraw.DeviceBuffer(64, 0) as memory:
-        books = CompletionQueue()
+        completions = CompletionQueue()
         first, second = Thing(), Thing()
-        weakref.finalize(first, books.reap, 8)
+        weakref.finalize(first, completions.reap)
         kept = weakref.ref(second)
-        done = operation(books, stream.handle, first)
+        done = operation(completions, stream.handle, first)
         del first
         fake.memset_async(memory.address, 1, 64, other.handle)
-        running = operation(books, other.handle, second)
+        running = operation(completions, other.handle, second)
         del second
         stream.synchronize()
-        books.reap()
-        books.let_go()
+        completions.reap()
+        completions.release_refs()
         assert done.done()
         assert running._event is None or kept() is not None  # over, or still borrowed
-        books.drain()
+        completions.drain()
         assert running.done()
         assert kept() is None
-        assert not len(books)
+        assert not len(completions)
 
 
 def test_a_pool_under_the_books_lock_and_the_books_under_the_pools(fake: FakeDriver) -> None:
@@ -64,7 +64,7 @@ def test_a_pool_under_the_books_lock_and_the_books_under_the_pools(fake: FakeDri
             thing = Thing()
             weakref.finalize(thing, world.pool.free, chunks)
             with DeviceScope(0):
-                operation(device_state(0).books, world.stream.handle, (thing, chunks))
+                operation(device_state(0).completions, world.stream.handle, (thing, chunks))
             kvraw.store(world.cache, world.chunks, rng.permutation(40)[:24], stream=world.stream)
             del thing, chunks
 
@@ -81,7 +81,7 @@ def test_a_pool_under_the_books_lock_and_the_books_under_the_pools(fake: FakeDri
     ended.set()
     asking.join(60)
     with DeviceScope(0):
-        device_state(0).books.drain()
+        device_state(0).completions.drain()
     world.close()
 
 
@@ -110,7 +110,7 @@ def test_no_room_for_staging_slots(fake: FakeDriver) -> None:
         plan(world.chunks, np.arange(24), stream=world.stream)
     fake.fail("mem_alloc", 1, "CUDA_ERROR_OUT_OF_MEMORY")
     with DeviceScope(0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvraw.copying.chooser.best", lambda seconds: max(seconds))  # "staged", of the names
+        patch.setattr("kvraw.copying.chooser.best", lambda seconds, busy: max(seconds))  # "staged", of the names
         transfer = kvraw.TransferPlan(world.cache, "store", chunk_tokens=16)(
             world.chunks, np.arange(24), stream=world.stream
         )
@@ -124,23 +124,23 @@ def test_a_finalizer_that_drains_while_an_error_is_read(fake: FakeDriver, monkey
     """The error is neither lost nor taken for another, and the event is given back once."""
     world = World(0)
     bad = device_ids((0, 10**6), 0, world.stream)
-    real, entered = KernelPlan.found, []
+    real, entered = KernelPlan.describe_fault, []
 
-    def found(self: KernelPlan, where: int, value: int, origin: int) -> Exception:
+    def describe_fault(self: KernelPlan, where: int, value: int, origin: int) -> Exception:
         error = real(self, where, value, origin)
         if not entered:
             entered.append(None)
             drain()  # what a pool does that is collected here
         return error
 
-    monkeypatch.setattr(KernelPlan, "found", found)
+    monkeypatch.setattr(KernelPlan, "describe_fault", describe_fault)
     transfer = kvraw.store(world.cache, world.chunks, bad, stream=world.stream)
     for _ in range(2):
         with pytest.raises(kvraw.BoundsError, match=r"block_ids\[1\] is 1000000"):
             transfer.wait()
     assert entered
     with DeviceScope(0):
-        events = device_state(0).books.events
+        events = device_state(0).completions.events
     assert len(events) == len(set(events))
     assert None not in events
     for _ in range(20):
@@ -163,7 +163,7 @@ def test_a_replay_that_nobody_asks_about_is_not_the_next_ones(fake: FakeDriver) 
 
 def test_errors_that_nobody_waits_for_are_logged(fake: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
     world = World(0)
-    for settle in (drain, lambda: device_state(0).books.reap(8)):
+    for settle in (drain, lambda: device_state(0).completions.reap()):
         caplog.clear()
         kvraw.store(world.cache, world.chunks, device_ids((0, 10**6), 0, world.stream), stream=world.stream)
         world.stream.synchronize()

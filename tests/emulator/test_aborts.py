@@ -88,8 +88,8 @@ def settle(fake: FakeDriver, world: World) -> None:
     """Nothing is under way, and everything that is over was given back."""
     world.stream.synchronize()
     with DeviceScope(0):
-        books = device_state(0).books
-        books.drain()
+        completions = device_state(0).completions
+        completions.drain()
         while fake._step():
             pass
 
@@ -132,17 +132,17 @@ def test_a_stream_that_stands_still_does_not_hold_up_the_books() -> None:
     before = driver_module.install(fake)  # type: ignore[arg-type]
     try:
         with DeviceScope(0), kvraw.Stream(0) as still, kvraw.Stream(0) as other:
-            books, never = CompletionQueue(), _Ticket()
+            completions, never = CompletionQueue(), _Ticket()
             fake._push(still.handle, "wait", lambda: None, never)
-            stuck = [books.begin(still.handle).commit(None) for _ in range(3)]
+            stuck = [completions.begin(still.handle).commit(None) for _ in range(3)]
             for _ in range(300):
-                books.begin(other.handle).commit(None)
+                completions.begin(other.handle).commit(None)
                 other.synchronize()
-            assert len(books) < 60
+            assert len(completions) < 60
             assert len(fake._events) < 60
             assert not any(one.done() for one in stuck)
             never.done = True
-            books.drain()
+            completions.drain()
             assert all(one.done() for one in stuck)
     finally:
         driver_module.install(before)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvraw.adapters import deferred_errors as found
+from kvraw.adapters import deferred_errors
 from kvraw.adapters.lmcache import _codec
 from kvraw.codec import coder, gpu, quantize
-from kvraw.copying import launch as grid
+from kvraw.copying import launch
 from kvraw.copying.status_words import StatusSlot
 from kvraw.ptx import build
 from kvraw.rope import rotate
@@ -272,18 +272,18 @@ def test_a_fault_in_a_kernel_is_caught(name: str, monkeypatch: Patch, tmp_path: 
 
 
 def addresses_of_the_first_call(patch: Patch) -> None:
-    real, block = grid.Launch.start, {}
+    real, block = launch.Launch.start, {}
 
-    def start(self: grid.Launch, stream: int, tensors: tuple[Any, ...], captured: bool) -> object:
+    def start(self: launch.Launch, stream: int, tensors: tuple[Any, ...], captured: bool) -> object:
         return real(self, stream, block.setdefault(self, tensors), captured)
 
-    patch.setattr(grid.Launch, "start", start)
+    patch.setattr(launch.Launch, "start", start)
 
 
 def status_not_cleared(patch: Patch) -> None:
     def read(self: StatusSlot) -> Exception | None:
         where, value = self._words[self._at], self._words[self._at + 1]
-        error = self.finder.found(where, value, self.origin) if where else None
+        error = self.describer.describe_fault(where, value, self.origin) if where else None
         if error is not None and self.on_error is not None:
             self.on_error(error)
         return error
@@ -297,11 +297,11 @@ def status_not_cleared(patch: Patch) -> None:
 
 
 def alignment_left_out(patch: Patch) -> None:
-    patch.setattr(_codec, "launch_key", lambda options, *tensors: grid.key_of(options, *tensors))
+    patch.setattr(_codec, "launch_key", lambda options, *tensors: launch.key_of(options, *tensors))
 
 
 def tensors_let_go(patch: Patch) -> None:
-    real = grid.Launch.start
+    real = launch.Launch.start
 
     class Address(NamedTuple):
         address: int
@@ -309,10 +309,10 @@ def tensors_let_go(patch: Patch) -> None:
         def data_ptr(self) -> int:
             return self.address
 
-    def start(self: grid.Launch, stream: int, tensors: tuple[Any, ...], captured: bool) -> object:
+    def start(self: launch.Launch, stream: int, tensors: tuple[Any, ...], captured: bool) -> object:
         return real(self, stream, tuple(Address(t.data_ptr()) for t in tensors), captured)
 
-    patch.setattr(grid.Launch, "start", start)
+    patch.setattr(launch.Launch, "start", start)
 
 
 def captures_unseen(patch: Patch) -> None:
@@ -320,7 +320,7 @@ def captures_unseen(patch: Patch) -> None:
         def __contains__(self, stream: int) -> bool:
             return True
 
-    patch.setattr(found, "LEGACY", Every())  # streams that are never captured
+    patch.setattr(deferred_errors, "LEGACY", Every())  # streams that are never captured
 
 
 HOST_FAULTS: dict[str, tuple[Callable[[Patch], None], Callable[..., None]]] = {

@@ -15,9 +15,7 @@ import pytest
 import kvraw
 from kvraw.errors import DriverError
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.host import backing as facts
-from kvraw.runtime.host import libc, populate
-from kvraw.runtime.host import registration as register
+from kvraw.runtime.host import backing, libc, populate, registration
 from kvraw.runtime.host.mapping import HostOptions
 from kvraw.runtime.memory import locate
 from tests.emulator.fake_driver import FakeDriver
@@ -163,9 +161,9 @@ def test_the_same_range_counts_its_users(fake: FakeDriver) -> None:
     with kvraw.Registration(start + 4 * 4096, 4096, 0):
         one.close()
         one.close()
-        assert (blocks(fake), register.registered_bytes()) == (5, (5, 5 * 4096))
+        assert (blocks(fake), registration.registered_bytes()) == (5, (5, 5 * 4096))
     two.close()
-    assert (blocks(fake), register.registered_bytes()) == (0, (0, 0))
+    assert (blocks(fake), registration.registered_bytes()) == (0, (0, 0))
     with pytest.raises(kvraw.BoundsError, match="step is 0"):
         kvraw.Registration(start, 4096, 0, step=0)
 
@@ -177,10 +175,10 @@ def test_ranges_that_touch_and_ranges_that_overlap_by_a_byte(fake: FakeDriver) -
             with pytest.raises(kvraw.BoundsError, match="overlaps the registration"):
                 kvraw.Registration(start + begin, end - begin, 0)
         with kvraw.Registration(start, 4096, 0), kvraw.Registration(start + 8192, 64, 0):
-            assert register.registered_bytes() == (3, 2 * 4096 + 64)
+            assert registration.registered_bytes() == (3, 2 * 4096 + 64)
             for address, nbytes, known in ((start + 8255, 1, True), (start + 8256, 1, False), (start - 1, 1, False)):
-                assert register.is_registered(address, nbytes) == known
-            assert register.is_registered(start - 1, 2)
+                assert registration.is_registered(address, nbytes) == known
+            assert registration.is_registered(start - 1, 2)
 
 
 def test_threads_register_one_range(fake: FakeDriver) -> None:
@@ -206,7 +204,7 @@ def test_threads_register_one_range(fake: FakeDriver) -> None:
 def test_where_copies_are_cut(fake: FakeDriver) -> None:
     array, start = aligned(64 * 4096)
     rng = np.random.default_rng(3)
-    none = register.boundaries(np.array([start], np.uint64), np.array([10**6], np.uint64))
+    none = registration.boundaries(np.array([start], np.uint64), np.array([10**6], np.uint64))
     assert [len(v) for v in none] == [0, 0]
     with (
         kvraw.Registration(start + 4096, 10 * 4096, 0, step=3 * 4096, owner=array),
@@ -218,15 +216,15 @@ def test_where_copies_are_cut(fake: FakeDriver) -> None:
         sizes = rng.integers(0, 12 * 4096, 500)
         at[:8], sizes[:8] = ends, 4096
         want = [(i, start + e) for i in range(500) for e in ends if at[i] < e < at[i] + sizes[i]]
-        rows, cuts = register.boundaries((at + start).astype(np.uint64), sizes.astype(np.uint64))
+        rows, cuts = registration.boundaries((at + start).astype(np.uint64), sizes.astype(np.uint64))
         assert list(zip(rows.tolist(), cuts.tolist(), strict=True)) == want
         assert len(want) > 100
-        assert [len(v) for v in register.boundaries(np.empty(0, np.uint64), np.empty(0, np.uint64))] == [0, 0]
-    assert not len(register.boundaries(np.array([start], np.uint64), np.array([10**6], np.uint64))[0])
+        assert [len(v) for v in registration.boundaries(np.empty(0, np.uint64), np.empty(0, np.uint64))] == [0, 0]
+    assert not len(registration.boundaries(np.array([start], np.uint64), np.array([10**6], np.uint64))[0])
     with kvraw.HostBuffer(8192, device=0, options=HostOptions(kind="pinned")) as buffer:
         span = np.array([buffer.address - 4], np.uint64), np.array([8200], np.uint64)
-        assert register.boundaries(*span)[1].tolist() == [buffer.address, buffer.address + 8192]
-    assert not len(register.boundaries(*span)[0])
+        assert registration.boundaries(*span)[1].tolist() == [buffer.address, buffer.address + 8192]
+    assert not len(registration.boundaries(*span)[0])
 
 
 def test_no_context_appears_because_a_pool_was_made(fake: FakeDriver) -> None:
@@ -254,11 +252,11 @@ def test_the_node_of_a_gpu(fake: FakeDriver, tmp_path: Path) -> None:
         at = tmp_path / f"0000:0{device}:00.0"
         at.mkdir()
         (at / "numa_node").write_text(node + "\n")
-    assert [facts.device_node(k, str(tmp_path)) for k in range(3)] == [1, None, None]
+    assert [backing.device_node(k, str(tmp_path)) for k in range(3)] == [1, None, None]
     fake.fail("device_pci_address", 1, RESULT)
-    assert facts.device_node(0, str(tmp_path)) is None
+    assert backing.device_node(0, str(tmp_path)) is None
     (tmp_path / "has_memory").write_text("0-2,5\n")
-    assert facts.nodes(str(tmp_path)) == [0, 1, 2, 5]
+    assert backing.nodes(str(tmp_path)) == [0, 1, 2, 5]
 
 
 def test_close_is_bounded_and_names_what_it_waits_for(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def status_not_cleared(patch: Patch) -> None:
 
     def take(self: StatusPages, *args: Any, **more: Any) -> int:
         address = real(self, *args, **more)
-        (ticket,) = [t for t in self._tickets if t.address == address]
+        (ticket,) = [t for t in self._slots if t.address == address]
         ticket._words[ticket._at] = 3
         return address
 
@@ -175,7 +175,7 @@ def divider_rounds_down(patch: Patch) -> None:
 
 
 def pool_forgets_its_users(patch: Patch) -> None:
-    patch.setattr(HostPool, "borrow", lambda self, completion: None)
+    patch.setattr(HostPool, "mark_used", lambda self, completion: None)
 
 
 MUTATIONS: dict[str, Callable[[Patch], None]] = {

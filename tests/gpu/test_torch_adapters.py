@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="these tests are about torch's tensors, and torch is not installed")
 
 import kvraw  # noqa: E402
-from kvraw.adapters import found, sglang, vllm  # noqa: E402
+from kvraw.adapters import deferred_errors, sglang, vllm  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 LAYERS, TOKENS, ROW = 4, 256, 192
@@ -17,7 +17,7 @@ LAYERS, TOKENS, ROW = 4, 256, 192
 def cuda(gpu: int) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is a GPU, but torch is built without CUDA")
-    found._found[gpu].clear()
+    deferred_errors._found[gpu].clear()
     torch.cuda.set_device(gpu)
 
 

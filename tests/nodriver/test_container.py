@@ -106,7 +106,7 @@ from pathlib import Path
 package = Path(kvraw.__file__).parent
 assert package == Path({str(installed / "kvraw")!r})
 try:
-    (package / "engines" / "probe").touch()
+    (package / "copying" / "probe").touch()
 except PermissionError:
     pass
 else:

@@ -353,7 +353,7 @@ def test_programs_and_descriptors_are_kept_in_the_same_place(tmp_path: Path) -> 
     assert written[0] == written[1]
     names = {path.name.split("-")[0] for path in written[0]}
     assert {path.parent.name for path in written[0]} == {f"kvraw-{os.geteuid()}"}
-    assert {"runtime.program_numba.run", "engines.descriptors_numba.enumerate", "engines.copy_items"} <= names
+    assert {"runtime.program_numba.run", "copying.descriptors_numba.enumerate", "copying.copy_items"} <= names
 
 
 def test_the_sources_that_count() -> None:
@@ -365,7 +365,7 @@ def test_the_sources_that_count() -> None:
 
     for module, others in (
         (codec_kernels, ["codec.args"]),
-        (rope_kernels, ["engines.cpu_floats"]),
+        (rope_kernels, ["copying.cpu_floats"]),
         (program_numba, ["runtime.program_rows"]),
         (descriptors_numba, []),
     ):

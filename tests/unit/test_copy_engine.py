@@ -18,7 +18,7 @@ from kvraw.copying.operands import Operands
 from kvraw.errors import DriverError
 from kvraw.layouts.geometry import CacheLayout, Geometry, chunk_side, copy_plan, find_chunk_layout, find_format
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.host import registration as register
+from kvraw.runtime.host import registration
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.profile import examples
 from tests.helpers.world import World
@@ -346,13 +346,13 @@ def test_an_edge_at_either_end_of_a_copy_cuts_nothing() -> None:
     for edge in (999, 1000, 1064, 1065, 4999, 5000, 5064):
         assert pairs(copy_engine.split(d, [edge])) == pairs(d)
         assert len(copy_engine.split(d, [edge])) == 1
-        assert not register.spans(1000, 1064, [edge])
+        assert not registration.spans(1000, 1064, [edge])
     for edge in (1001, 1063, 5001, 5063):
         assert copy_engine.split(d, [edge]).sizes.tolist() == [
             1 + (edge in (1063, 5063)) * 62,
             63 - (edge in (1063, 5063)) * 62,
         ]
-        assert register.spans(1000, 1064, [edge]) == (edge < 5000)
+        assert registration.spans(1000, 1064, [edge]) == (edge < 5000)
 
 
 def test_a_refused_batch_names_the_callers_entry(fake: FakeDriver) -> None:

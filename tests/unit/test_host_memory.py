@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.runtime.host import backing as facts
-from kvraw.runtime.host import libc, populate, shm
-from kvraw.runtime.host import mapping as host_map
+from kvraw.runtime.host import backing, libc, mapping, populate, shm
 from kvraw.runtime.host.mapping import HostOptions
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.failing import failing_advice, fails
@@ -30,7 +28,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def warned_of_nothing(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(host_map, "_said", set())
+    monkeypatch.setattr(mapping, "_said", set())
 
 
 @pytest.mark.parametrize("populated", [False, True])
@@ -48,18 +46,18 @@ def test_the_size_is_exact_and_the_memory_zero(nbytes: int, populated: bool) -> 
 def test_transparent_huge_pages_are_told_as_they_are(monkeypatch: Patch) -> None:
     with kvraw.HostPool(SIZE, pin=False, options=HostOptions(populate=True)) as pool:
         info = pool.info()
-        assert info["huge_pages"] == ("refused" if facts.transparent_setting() in (None, "never") else "transparent")
-        if facts.transparent_setting() in ("always", "madvise"):
+        assert info["huge_pages"] == ("refused" if backing.transparent_setting() in (None, "never") else "transparent")
+        if backing.transparent_setting() in ("always", "madvise"):
             assert info["huge_page_bytes"] == SIZE
         nodes = info["nodes"]
         assert nodes is None or sum(nodes.values()) >= SIZE  # type: ignore[attr-defined]
-    monkeypatch.setattr(facts, "transparent_setting", lambda: "never")
+    monkeypatch.setattr(backing, "transparent_setting", lambda: "never")
     with kvraw.HostPool(SIZE, pin=False) as pool:
         assert pool.info()["huge_pages"] == "refused"
     monkeypatch.setattr(libc, "advise", failing_advice(libc.HUGEPAGE, errno.EINVAL))
     with nothing_left(SIZE), kvraw.HostPool(SIZE, pin=False, options=HostOptions(populate=True)) as pool:
         assert pool.info()["huge_pages"] == "refused"
-        assert pool.info()["huge_page_bytes"] == 0 or facts.transparent_setting() == "always"
+        assert pool.info()["huge_page_bytes"] == 0 or backing.transparent_setting() == "always"
 
 
 def test_memory_that_cannot_be_mapped(monkeypatch: Patch) -> None:
@@ -96,7 +94,7 @@ def test_no_explicit_huge_pages(monkeypatch: Patch, caplog: pytest.LogCaptureFix
 
 
 def test_a_refused_node(monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> None:
-    node = (facts.nodes() or [0])[0]
+    node = (backing.nodes() or [0])[0]
     monkeypatch.setattr(libc, "bind", fails(errno.EPERM))
     with nothing_left(SIZE), caplog.at_level(logging.WARNING, "kvraw"):
         with kvraw.HostPool(SIZE, options=HostOptions(node=node)) as pool:
@@ -108,7 +106,7 @@ def test_a_refused_node(monkeypatch: Patch, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_node() -> None:
-    nodes = facts.nodes()
+    nodes = backing.nodes()
     if not nodes:
         pytest.skip("the kernel tells of no NUMA nodes")
     try:
@@ -319,9 +317,9 @@ def test_no_pinned_memory_without_a_gpu(monkeypatch: Patch, caplog: pytest.LogCa
 
 
 def test_facts(tmp_path: object) -> None:
-    assert facts.nodes("/nowhere") == []
-    assert facts.device_node(0) is None or facts.device_node(0) >= 0  # type: ignore[operator]
-    assert facts.free_huge_pages(12345 << 10) is None
+    assert backing.nodes("/nowhere") == []
+    assert backing.device_node(0) is None or backing.device_node(0) >= 0  # type: ignore[operator]
+    assert backing.free_huge_pages(12345 << 10) is None
     assert shm.shared_memory_room() is None or shm.shared_memory_room() > 0  # type: ignore[operator]
 
 

@@ -15,12 +15,11 @@ import pytest
 import kvraw
 from kvraw import host_kv_pool, pages
 from kvraw.runtime.host import pool as pool_module
-from kvraw.runtime.host import suballoc
-from kvraw.runtime.host import usage as inuse
+from kvraw.runtime.host import suballoc, usage
 from kvraw.runtime.host.backing import BackingInfo
 from kvraw.runtime.host.mapping import HostOptions
 
-FILES = {m.__file__ for m in (inuse, pool_module, suballoc, pages, host_kv_pool)}
+FILES = {m.__file__ for m in (usage, pool_module, suballoc, pages, host_kv_pool)}
 PAGE = 4096
 
 
@@ -68,16 +67,11 @@ def every_line(setting: Callable[[], tuple[Callable[[], Any], Callable[[], None]
 
 
 class Transfer:
-    """An operation on a stream of its own that uses some chunks."""
+    """An operation that uses some chunks."""
 
-    def __init__(self, stream: int, chunks: list[kvraw.HostChunk] | None = None) -> None:
-        self.stream, self.finished = stream, False
+    def __init__(self, chunks: list[kvraw.HostChunk] | None = None) -> None:
+        self.queue, self.finished = None, False
         self.uses = None if chunks is None else np.array([c.address for c in chunks], np.uint64)
-
-    def over(self) -> bool:
-        return self.finished
-
-    done = over
 
 
 def whole(pool: kvraw.HostPool, chunks: list[kvraw.HostChunk]) -> None:
@@ -137,9 +131,9 @@ def test_free() -> None:
 def test_free_beside_transfers_and_their_end() -> None:
     def setting() -> tuple[Callable[[], Any], Callable[[], None]]:
         pool, chunks = make()
-        transfers = [Transfer(1, chunks[:2]), Transfer(2, chunks[1:3]), Transfer(3)]
+        transfers = [Transfer(chunks[:2]), Transfer(chunks[1:3]), Transfer()]
         for one in transfers:
-            pool.borrow(one)  # type: ignore[arg-type]
+            pool.mark_used(one)  # type: ignore[arg-type]
 
         def work() -> None:
             pool.free(chunks[:2])

@@ -140,13 +140,13 @@ def test_what_is_no_integer_leaves_a_pool_as_it_was(bad: Any) -> None:
 def test_a_chunk_that_is_freed_while_a_call_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be somebody else's by the time that the call notes what it uses."""
     cache = kvraw.PagedCache.from_tensors([np.ones((2, 8, 4, 2, 16), np.int16)], kv_layout="NHD", block_size=4)
-    nbytes, real = cache.chunk_bytes(8), kvraw.HostPool.borrow
+    nbytes, real = cache.chunk_bytes(8), kvraw.HostPool.mark_used
     for direction in (kvraw.store, kvraw.load):
         pool, other = kvraw.HostPool(4 * nbytes + 4096, pin=False), kvraw.HostPool(8192, pin=False)
         chunk, kept = (*pool.chunks(1, nbytes), *other.chunks(1, nbytes))
         taken: list[kvraw.HostChunk] = []
 
-        def borrow(
+        def mark_used(
             self: kvraw.HostPool,
             use: object,
             *,
@@ -160,13 +160,13 @@ def test_a_chunk_that_is_freed_while_a_call_begins(monkeypatch: pytest.MonkeyPat
                 taken[0].numpy()[:] = 0xEE
             real(self, use)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(kvraw.HostPool, "borrow", borrow)
+        monkeypatch.setattr(kvraw.HostPool, "mark_used", mark_used)
         for row in ([chunk], [kept, chunk]):
             with pytest.raises(kvraw.ClosedError, match="was given back to its pool"):
                 direction(cache, row, [1, 2, 3, 4][: 2 * len(row)])
         assert taken[0].address == chunk.address
         assert (taken[0].numpy() == 0xEE).all()
-        monkeypatch.setattr(kvraw.HostPool, "borrow", real)
+        monkeypatch.setattr(kvraw.HostPool, "mark_used", real)
         assert pool.info()["in_flight"] == 0
         pool.free(taken)  # nothing that was refused holds it up
         pool.close()

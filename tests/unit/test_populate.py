@@ -9,8 +9,7 @@ import threading
 import pytest
 
 import kvraw
-from kvraw.runtime.host import backing as facts
-from kvraw.runtime.host import libc, populate
+from kvraw.runtime.host import backing, libc, populate
 from kvraw.runtime.host.mapping import HostOptions
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.failing import failing_advice
@@ -91,7 +90,7 @@ def test_a_helper_that_dies_is_noticed(monkeypatch: Patch) -> None:
 def test_more_than_the_control_group_may_have(monkeypatch: Patch, fake: FakeDriver, kind: str) -> None:
     """An error before any page is touched; memory that is backed by use alone may be as large as it likes."""
     touched: list[int] = []
-    monkeypatch.setattr(facts, "cgroup_limit", lambda: SIZE - 4096)
+    monkeypatch.setattr(backing, "cgroup_limit", lambda: SIZE - 4096)
     for module, call in ((libc, "advise"), (os, "posix_fallocate"), (FakeDriver, "host_register")):
         monkeypatch.setattr(module, call, lambda *a: touched.append(1))
     message = rf"{SIZE} bytes of host memory.*control group's limit is {SIZE - 4096} bytes"
@@ -108,12 +107,12 @@ def test_more_than_the_control_group_may_have(monkeypatch: Patch, fake: FakeDriv
                 pool.pin(0)
             assert not pool.pinned
     assert not touched
-    monkeypatch.setattr(facts, "cgroup_limit", lambda: SIZE)
-    facts.require_memory(SIZE)
-    monkeypatch.setattr(facts, "cgroup_limit", lambda: None)
-    facts.require_memory(SIZE)
+    monkeypatch.setattr(backing, "cgroup_limit", lambda: SIZE)
+    backing.require_memory(SIZE)
+    monkeypatch.setattr(backing, "cgroup_limit", lambda: None)
+    backing.require_memory(SIZE)
     with pytest.raises(kvraw.HostMemoryError, match=r"the machine has \d+ bytes; ask for less$"):
-        facts.require_memory(1 << 60)
+        backing.require_memory(1 << 60)
 
 
 def test_memory_in_use_is_not_touched(monkeypatch: Patch, fake: FakeDriver) -> None:

@@ -23,10 +23,7 @@ class Transfer:
     def __init__(self, chunks: list[kvraw.HostChunk], stamp: int) -> None:
         self.addresses = {c.address for c in chunks}
         self.views = [c.numpy() for c in chunks]
-        self.stamp, self.finished = stamp, False
-
-    def over(self) -> bool:
-        return self.finished
+        self.stamp, self.finished, self.queue, self.uses = stamp, False, None, None
 
     def finish(self) -> None:
         for view in self.views:
@@ -113,7 +110,7 @@ class Model:
         stamp = next(self.stamp)
         chosen = self.rng.sample(list(self.live), min(len(self.live), 3))
         one = Transfer([self.live[a][0] for a in chosen], stamp)
-        self.pool.borrow(one)  # type: ignore[arg-type]
+        self.pool.mark_used(one)  # type: ignore[arg-type]
         self.under_way.append(one)
         for address in chosen:
             self.live[address] = self.live[address][0], stamp
@@ -169,7 +166,7 @@ def test_freed_memory_is_not_reused_before_its_transfer_is_over() -> None:
     with kvraw.HostPool(4 * PAGE, pin=False) as pool:
         (chunk,) = pool.chunks(1, 4 * PAGE)
         one = Transfer([chunk], 1)
-        pool.borrow(one)  # type: ignore[arg-type]
+        pool.mark_used(one)  # type: ignore[arg-type]
         chunk.free()
         assert pool.info()["waiting"] == 4 * PAGE
         with pytest.raises(MemoryError, match="16384 bytes were freed but 1 transfers may still use them"):

@@ -242,7 +242,7 @@ def execute_cb_retrieve_plan_flat(
         stream, state = current_stream(where), device_state(where)
         capturing = raise_pending(state, stream)
         steps = _plan(where, group_specs, None if capturing else stream, *tables)
-        operation = state.books.begin(stream, captured=capturing)
+        operation = state.completions.begin(stream, captured=capturing)
         try:
             _enqueue(state, operation, steps, alignment, capturing)
             operation.commit((tuple(group_specs), tables))
@@ -259,8 +259,8 @@ def _enqueue(state: DeviceState, operation: Operation, steps: list[_Step], align
     on_error = error_sink(state.device, capturing)
 
     def event_behind(on: int) -> int:
-        event = state.books.take_event()
-        operation.then(partial(state.books.give_event, event))
+        event = state.completions.take_event()
+        operation.on_done(partial(state.completions.give_event, event))
         d.event_record(event, on)
         return event
 

@@ -119,7 +119,7 @@ def lmcache_memcpy_async(
         else:
             enqueue_split(dest, src, nbytes, host_buffer_offset, alignment, stream)
         if not capturing:
-            state.note(stream)  # memory that is given back waits for it
+            state.fence(stream)  # memory that is given back waits for it
 
 
 def _ends(dest: Any, src: Any, nbytes: int) -> tuple[int, int, int | None, bool]:

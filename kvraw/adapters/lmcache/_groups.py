@@ -178,7 +178,7 @@ class _Repeats:
     ) -> bool:
         """Enqueue a plan; False: it must be looked at, and carried out step by step."""
         state = self._states.get(device)
-        if state is None or state.lost or state.owner is not driver() or pending(state):
+        if state is None or state.was_reset or state.owner is not driver() or pending(state):
             return False
         groups = [_group(at, spec, to_host, device) for at, spec in enumerate(specs)]
         launches = [group.launch for group in groups]
@@ -271,7 +271,7 @@ def execute_object_group_transfer(
         capturing = raise_pending(state, stream)
         session = session_id if phase_timing_enabled else None
         work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
-        operation = state.books.begin(stream, captured=capturing)
+        operation = state.completions.begin(stream, captured=capturing)
         on_error = error_sink(where, capturing)
         try:
             for one in work:

@@ -8,8 +8,7 @@ import logging
 import os
 
 from kvraw.errors import HostMemoryError
-from kvraw.runtime.host import backing as facts
-from kvraw.runtime.host import libc, shm
+from kvraw.runtime.host import backing, libc, shm
 from kvraw.runtime.host.populate import Populator, populate_threads
 
 __all__ = ["HUGE_PAGE", "bind", "create_shared", "map_memory", "populate", "unmap"]
@@ -60,7 +59,7 @@ def bind(address: int, nbytes: int, node: int) -> None:
         libc.bind(address, nbytes, node)
     except OSError as error:
         why = os.strerror(error.errno or 0)
-        if error.errno in (errno.ENOSYS, errno.EPERM) and (facts.nodes() or [0]) == [node]:
+        if error.errno in (errno.ENOSYS, errno.EPERM) and (backing.nodes() or [0]) == [node]:
             # The system does not let us ask (containers often do not), and there is no other node to be on.
             _log.info("mbind is not available (%s); the machine has node %d alone", why, node)
             return
@@ -77,7 +76,7 @@ def populate(address: int, nbytes: int, *, huge: bool) -> None:
     """
     try:
         if not huge:
-            facts.require_memory(nbytes)
+            backing.require_memory(nbytes)
         populator = Populator(address, nbytes, threads=populate_threads(), fresh=True, owner=None)
         try:
             populator.wait_for(nbytes)

@@ -13,8 +13,9 @@ from kvraw.arrays import U64, IndexVector
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
 from kvraw.copying.operands import Operands, check_host_index, require_index
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError
-from kvraw.prepared import Copy, PreparedCopy, Reached
+from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 
@@ -77,7 +78,7 @@ class Copies:
             caller's to know.
         """
         state = self._state
-        if state is None or state.lost or state.owner is not driver():
+        if state is None or state.was_reset or state.owner is not driver():
             state = self._renew()
         if state is None or pending(state):
             return False
@@ -145,7 +146,7 @@ class Copies:
         captured: bool,
         *,
         waited: bool = False,
-    ) -> Copy | None:
+    ) -> Transfer | None:
         """Copy by one part after the other, between the cache and bases of the other side; the last copy.
 
         `captured` says that a capture is in progress on the stream. What kernels find in ids that only the device sees
@@ -173,7 +174,7 @@ class Copies:
         captured: bool,
         device: int,
         waited: bool,
-    ) -> Copy | None:
+    ) -> Transfer | None:
         """The same where nothing but the kernel can do it: nothing is to be looked up or chosen."""
         require_index(self.index, ids, device)
         done = None

@@ -16,8 +16,8 @@ __all__ = [
     "device_node",
     "file_text",
     "free_huge_pages",
+    "inspect_backing",
     "nodes",
-    "observe",
     "require_memory",
     "transparent_setting",
 ]
@@ -42,7 +42,7 @@ class BackingInfo:
     nodes: dict[int, int] | None = field(default=None)
 
 
-def observe(address: int, nbytes: int) -> BackingInfo:
+def inspect_backing(address: int, nbytes: int) -> BackingInfo:
     """Look at a range that is mapped; it walks the page tables, some milliseconds per GiB of small pages.
 
     The kernel may have joined the range with neighbouring mappings of the same kind, whose pages are then counted too,

@@ -17,12 +17,11 @@ from kvraw.addresses import FIRST, TOP, in_reach
 from kvraw.checks import integer
 from kvraw.errors import BoundsError, DriverError, HostMemoryError
 from kvraw.runtime.driver import driver
-from kvraw.runtime.host import backing as facts
-from kvraw.runtime.host import libc, shm
+from kvraw.runtime.host import backing, libc, shm
 from kvraw.runtime.host.registration import Registration, give_up, is_registered, note_allocation
 from kvraw.runtime.memory import PinnedBuffer
 
-__all__ = ["HostMapping", "HostOptions", "attach_memory", "borrow_memory", "obtain_memory"]
+__all__ = ["HostMapping", "HostOptions", "allocate_memory", "attach_memory", "borrow_memory"]
 
 Kind = Literal["anonymous", "huge-2MiB", "huge-1GiB", "shared", "pinned"]
 HUGE = {"huge-2MiB": 2 << 20, "huge-1GiB": 1 << 30}
@@ -30,7 +29,7 @@ TRANSPARENT = 2 << 20  # what the base pages of x86-64, and of most Arm kernels,
 LARGEST_STEP = 256 << 30  # bytes; one registration of 512 GiB or more fails on r580
 
 _log = logging.getLogger("kvraw")
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class HostMapping:
         """Give it back at once, which nobody has seen yet: the frames of an exception under way would keep it."""
         self._finalizer()
 
-    def remains(self) -> HostMapping:
+    def closed_copy(self) -> HostMapping:
         """A record of the memory for the time after it is given up, which does not keep it."""
         left = HostMapping(self.address, self.nbytes, self.kind, None)
         left.huge_pages, left.node, left.degraded = self.huge_pages, self.node, self.degraded
@@ -205,14 +204,14 @@ class HostMapping:
             else:
                 self.hidden_from_children[0] = hide
 
-    def lose(self, what: str, change: str, strict: bool) -> None:
+    def degrade(self, what: str, change: str, strict: bool) -> None:
         """Note that something was not to be had: one warning per process, or an error where it was demanded."""
         text = f"{what}; to change: {change}"
         if strict:
             raise HostMemoryError(text)
         self.degraded.append(text)
-        if text not in _said:
-            _said.add(text)
+        if text not in _warned:
+            _warned.add(text)
             _log.warning("%s", text)
 
 
@@ -273,7 +272,7 @@ def _join_pages(memory: HostMapping) -> None:
         memory.huge_pages = "refused"
         return
     # The advice is taken without complaint where the machine never follows it.
-    memory.huge_pages = "transparent" if facts.transparent_setting() != "never" else "refused"
+    memory.huge_pages = "transparent" if backing.transparent_setting() != "never" else "refused"
 
 
 def _explicit(nbytes: int, kind: str) -> HostMapping:
@@ -289,7 +288,7 @@ def _no_huge_pages(nbytes: int, kind: str, error: OSError) -> tuple[str, str]:
     page = HUGE[kind]
     need = _round(nbytes, page) // page
     at = f"/sys/kernel/mm/hugepages/hugepages-{page >> 10}kB/nr_hugepages"
-    there = facts.free_huge_pages(page)
+    there = backing.free_huge_pages(page)
     if there is None or error.errno == errno.EINVAL:
         return f"{kind} pages: this kernel has none", "ask for another kind"
     return (
@@ -300,14 +299,14 @@ def _no_huge_pages(nbytes: int, kind: str, error: OSError) -> tuple[str, str]:
 
 def _bind(memory: HostMapping, node: int | str, device: int | None, strict: bool) -> None:
     if node == "device":
-        found = None if device is None else facts.device_node(device)
+        found = None if device is None else backing.device_node(device)
         if found is None:
             why = "no device is named" if device is None else f"the node of device {device} is not known"
-            memory.lose(f"NUMA binding: {why}", "name a device, or the node itself", strict)
+            memory.degrade(f"NUMA binding: {why}", "name a device, or the node itself", strict)
             return
         node = found
     node = integer("node", node)
-    known = facts.nodes()
+    known = backing.nodes()
     if known and node not in known:
         raise BoundsError(f"node is {node}, must be one of {known}, the nodes with memory")
     try:
@@ -316,7 +315,7 @@ def _bind(memory: HostMapping, node: int | str, device: int | None, strict: bool
         change = "start the process under numactl --membind"
         if error.errno == errno.EPERM:
             change = "give the container CAP_SYS_NICE or a seccomp profile that allows mbind; or " + change
-        memory.lose(f"NUMA binding: {error}", change, strict)
+        memory.degrade(f"NUMA binding: {error}", change, strict)
     else:
         memory.node = node
 
@@ -341,7 +340,7 @@ def _pinned(nbytes: int, device: int) -> HostMapping:
     return memory
 
 
-def obtain_memory(nbytes: int, options: HostOptions, device: int | None, pin_device: int | None) -> HostMapping:
+def allocate_memory(nbytes: int, options: HostOptions, device: int | None, pin_device: int | None) -> HostMapping:
     """Memory as asked for, of at least `nbytes` in whole pages.
 
     Parameters
@@ -376,7 +375,7 @@ def obtain_memory(nbytes: int, options: HostOptions, device: int | None, pin_dev
             lost = ("pinned memory: there is no GPU at hand, the memory is pageable", "name a device")
     try:
         if lost is not None:
-            memory.lose(*lost, options.strict)
+            memory.degrade(*lost, options.strict)
         if memory.kind == "anonymous":
             _join_pages(memory)
         if options.node is not None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from kvraw.errors import DriverError
-from kvraw.runtime.host import backing as facts
+from kvraw.runtime.host import backing
 from kvraw.runtime.host.mapping import HostMapping
 from kvraw.runtime.host.populate import Populator, interpreter_ends
 from kvraw.runtime.host.registration import Registration, give_up
@@ -56,7 +56,7 @@ class PopulateAndRegister:
         alone: bool = False,
     ) -> None:
         if threads and not memory.kind.startswith("huge-"):  # explicit huge pages have limits of their own
-            facts.require_memory(memory.nbytes)
+            backing.require_memory(memory.nbytes)
         self._memory: HostMapping | None = memory
         self._nbytes, self._device = memory.nbytes, device
         self._first, self._step = min(first, step), step

@@ -93,7 +93,7 @@ class _Book:
                     return found, False
                 self.changed.wait()  # another thread is registering or unregistering just this range
 
-    def lose(self, d: CudaDriver, device: int) -> None:
+    def drop_context(self, d: CudaDriver, device: int) -> None:
         """Take off what was registered in a context of a device that is gone."""
         with self.changed:
             gone = [entry for entry in self.entries if entry.device == device and entry.state in ("live", "stuck")]
@@ -297,7 +297,7 @@ class Registration(Owner):
     def context_lost(self) -> None:
         """Registrations end with the context that they were made in."""
         if (d := driver_here()) is not None and not self.closed:
-            _book(d).lose(d, self.device)
+            _book(d).drop_context(d, self.device)
         super().context_lost()
 
 

@@ -23,8 +23,7 @@ import sys
 
 from kvraw.errors import BoundsError, HostMemoryError
 from kvraw.runtime import fork
-from kvraw.runtime.host import backing as facts
-from kvraw.runtime.host import libc
+from kvraw.runtime.host import backing, libc
 
 __all__ = ["Segment", "attach_segment", "create_segment", "shared_memory_room", "sweep_shared_memory"]
 
@@ -212,7 +211,7 @@ def create_segment(nbytes: int, name: str | None = None, *, replace: bool = Fals
     if room is None or room < nbytes:
         why = f"{FOLDER} is not there" if room is None else f"{os.strerror(errno.ENOSPC)}, {room} bytes are free"
         raise _no_room(nbytes, why)
-    facts.require_memory(nbytes)
+    backing.require_memory(nbytes)
     try:
         file, path = _open_new()
     except OSError as error:
