@@ -232,7 +232,8 @@ class PreparedCopy:
     ) -> PreparedCall:
         """Check the arguments of a call on a GPU, for one operation of several copies. Its context is current."""
         call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
-        self.bound.check(call)
+        assert self.device is not None
+        self.bound.check(device_state(self.device), call)
         return PreparedCall(self.bound, call)
 
     def choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:

@@ -14,7 +14,7 @@ from kvraw.copying.device_state import DeviceState
 from kvraw.copying.kernel import kernels_barred
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.copying.planner import DIRECTIONS, Choice, Profile, RateLimit, Seconds, best, profile_for
-from kvraw.copying.staged_items import packed_side
+from kvraw.copying.staged_cuts import MOST_BASES, packed_side
 from kvraw.errors import DriverError, PlacementError
 
 __all__ = ["Chooser", "chunk_bytes", "joined_items"]
@@ -182,8 +182,9 @@ class Chooser:
         if not way:
             return 0
         host, other = (1, 0) if way == "store" else (0, 1)
-        fits = call.indices[host] is None and call.indices[other] is not None
-        return self.chunk_bytes[way] if fits and type(call.tables[other]) is AddressTable else 0
+        table = call.tables[other]
+        fits = call.indices[host] is None and call.indices[other] is not None and isinstance(table, AddressTable)
+        return self.chunk_bytes[way] if fits and len(table) <= MOST_BASES else 0
 
     def _host_side(self, way: str) -> Side:
         return self.plan.dst if way == "store" else self.plan.src

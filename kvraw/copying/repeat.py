@@ -102,7 +102,7 @@ class RepeatedCalls:
         try:
             ids = _NO_IDS if index.host is None else index.host
             if type(bound) is BoundCall:
-                done = self._gpu.run_kernel(operation, bound, ids, seen, host)
+                done = bound.run(operation, ids, seen)
             elif type(bound) is BoundRows:
                 there = index if width else None
                 done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error)
@@ -196,7 +196,7 @@ class RepeatedCalls:
             operation.uses = addresses
             if pool.use_chunks(operation, version) == known.shift:
                 if type(known.bound) is BoundCall and not known.shift:
-                    done = self._gpu.run_kernel(operation, known.bound, ids, addresses, addresses)
+                    done = known.bound.run(operation, ids, addresses)
                 else:
                     done = self._run(known, operation, ids, addresses)
                 if not done:  # the device's context may not be current; or a capture is in progress
@@ -215,7 +215,7 @@ class RepeatedCalls:
         seen = addresses + np.uint64(known.shift % 2**64) if known.shift else addresses
         bound = known.bound
         if isinstance(bound, BoundCall):
-            return self._gpu.run_kernel(operation, bound, ids, seen, addresses)
+            return bound.run(operation, ids, seen)
         return self._gpu.run_rows(known.state, operation, bound, ids, seen, addresses)
 
 

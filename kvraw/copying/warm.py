@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from kvraw.copying import copy_engine, cpu, given
 from kvraw.copying.device_state import device_state
 from kvraw.copying.kernel import copy_kernel, kernels_barred

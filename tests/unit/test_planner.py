@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvraw.arrays import IndexVector
 from kvraw.copying.addresses import AddressTable
-from kvraw.copying.bound_copy import BoundCopy, _joined
+from kvraw.copying.bound_copy import BoundCopy
 from kvraw.copying.call import Call as BoundCall
 from kvraw.copying.device_state import device_state
 from kvraw.copying.plan import CopyPlan, Side
