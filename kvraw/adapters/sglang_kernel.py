@@ -224,33 +224,27 @@ def launch(
             return
     captured = raise_deferred(device, stream) if raising else capturing(stream, device)
     with DeviceScope(device):
-        _launch_anew(state, key, stream, captured, src, dst, numbers, quota, warps, at, to, count)
+        if ready is None or not _still_pinned(ready):
+            ready = _make(src, dst, numbers, quota, warps, device, bits)
+            if bits != pointer_tables.UNKNOWN:
+                _keep(state.bound[_NAME], key, ready)
+        if count and numbers[1]:
+            _launch_anew(state, key, ready, stream, captured, (src, dst, at, to), numbers[1], count)
 
 
 def _launch_anew(
     state: DeviceState,
     key: tuple[Any, ...],
+    ready: _Ready,
     stream: int,
     captured: bool,
-    src: End,
-    dst: End,
-    numbers: Numbers,
-    quota: int,
-    warps: int,
-    at: Ids,
-    to: Ids,
+    refs: tuple[End, End, Ids, Ids],
+    layers: int,
     count: int,
 ) -> None:
     """Enqueue what is not bound, or not as things are now: the device's context is current."""
-    device, layers, refs, known = state.device, numbers[1], (src, dst, at, to), state.bound[_NAME]
+    (src, dst, at, to), device = refs, state.device
     bits, lasting = int(key[-1]), key[-1] != pointer_tables.UNKNOWN
-    ready = known.get(key)
-    if ready is None or not _still_pinned(ready):
-        ready = _make(src, dst, numbers, quota, warps, device, bits)
-        if lasting:
-            _keep(known, key, ready)
-    if not count or not layers:
-        return
     ends = _on_device("src", src, ready.src, layers, device), _on_device("dst", dst, ready.dst, layers, device)
     if not lasting:
         bits = pointer_tables.ask_for_bits(_tables(src, dst), state, stream)
@@ -259,7 +253,7 @@ def _launch_anew(
     lasting = lasting and all(number for _, number in pinned)
     if lasting and not captured and not any(e[0] == "table" and not e[2][0].is_cuda for e in (src, dst)):
         bound = ready.bound or IndexedLaunch(state, ready.copy, ends, (at[1], to[1]), pinned=pinned)
-        _keep(known, key, ready._replace(bound=bound))
+        _keep(state.bound[_NAME], key, ready._replace(bound=bound))
         if bound.enqueue(stream, at[0], to[0], count, on_error=pending_of(device), refs=refs) is not None:
             return
     index = [IndexVector(None, ids[0], count, ids[1], device, ids[2]) if ids[1] else None for ids in (at, to)]

@@ -64,16 +64,18 @@ def reach(tensor: Any) -> int:
 
 
 @lru_cache(maxsize=1024)
-def row_of(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Elements of a tensor's row, all axes but the first, and from row to row; a row must lie without gaps.
+def row_of(name: str, shape: tuple[int, ...], strides: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
+    """Elements of a tensor's row, all axes but the first `axes`, and along the first; a row must lie without gaps.
 
     Raises
     ------
     LayoutError
-        It has gaps.
+        It has gaps, or too few axes.
     """
+    if len(shape) < axes:
+        raise LayoutError(f"{name} has shape {tuple(shape)}, must have at least {axes} axes")
     row = 1
-    for n, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+    for n, step in zip(reversed(shape[axes:]), reversed(strides[axes:]), strict=True):
         if n != 1 and step != row:
             raise LayoutError(f"{name} has shape {tuple(shape)}, strides {tuple(strides)}: gaps inside a row")
         row *= n

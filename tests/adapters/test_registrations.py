@@ -237,12 +237,12 @@ def test_tensors_that_are_given_other_memory_or_another_shape(w: TorchLike) -> N
 
     def make() -> Any:
         made.append(1)
-        return sglang_direct._Ready(None, copies.bound_copies(()), (0, 0))
+        return sglang_direct.Known(None, copies.bound_copies(()), (0, 0))
 
     for _ in range(2):
-        sglang_direct._known(("test",), ("src", "dst"), group, group, make)
+        sglang_direct.known(("test",), ("src", "dst"), group, group, make)
     group[3].shape, group[3]._strides = (16, 8), (8, 1)
-    sglang_direct._known(("test",), ("src", "dst"), group, group, make)
+    sglang_direct.known(("test",), ("src", "dst"), group, group, make)
     assert len(made) == 2
     state, table = device_state(0), w.put("device", np.array([4096, 8192], np.uint64))
     assert w.stream is not None

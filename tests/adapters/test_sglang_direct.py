@@ -54,7 +54,7 @@ def test_tokens_of_views_with_gaps(w: TorchLike) -> None:
     b[:, [0, 1, 2, 9]] = a[[3, 4, 5, 1]].transpose(1, 0, 2)
     same(w, [(src, a), (dst, b)])
     flat, narrow = dst.select(2, 0), w.put(kinds[0], bytes_of(TOKENS, 2))
-    with pytest.raises(kvraw.LayoutError, match=r"src_layers\[0\] has .*: gaps inside a token's bytes"):
+    with pytest.raises(kvraw.LayoutError, match=r"src_layers\[0\] has .*: gaps inside a row"):
         sglang.transfer_kv_direct([flat], [narrow], ids(w, [0], False), ids(w, [1], False), 1)
 
 
