@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from kvraw.runtime.context import at_reset
 
 __all__ = ["Known", "copy_pages", "copy_ranges", "copy_tokens", "device_of", "known", "page_indices"]
 
+T = TypeVar("T")
 NAMES = ("src_indices", "dst_indices")
 _LAYERS = ("src_layers", "dst_layers")
 
@@ -86,8 +87,8 @@ def _side(step: int, count: int, token: int = 0) -> Side:
 
 
 _FEW, _MOST = 8, 512
-_by_value: dict[tuple[object, ...], Known] = {}
-_by_identity: dict[tuple[object, ...], tuple[list[object], Known, object]] = {}
+_by_value: dict[tuple[object, ...], Any] = {}
+_by_identity: dict[tuple[object, ...], tuple[list[object], Any, object]] = {}
 at_reset(_by_value.clear)
 at_reset(_by_identity.clear)
 _fields = attrgetter("shape", "dtype")
@@ -104,15 +105,15 @@ def known(
     names: tuple[str, str],
     src: Sequence[Any],
     dst: Sequence[Any],
-    make: Callable[[], Known],
-) -> Known:
-    """What is known of these tensors, by their fields; the lists of all layers, which live long, by identity."""
+    make: Callable[[], T],
+) -> T:
+    """What was made for these tensors, by their fields; for lists of all layers, which live long, by identity."""
     many = len(src) + len(dst) > _FEW
     if many:
         who = (kind, tuple(map(id, src)), tuple(map(id, dst)))
         entry = _by_identity.get(who)
         if entry is not None and entry[0] == _places(src, dst):
-            return entry[1]
+            return cast(T, entry[1])
     try:
         key = (
             kind,
@@ -121,7 +122,7 @@ def known(
     except (RuntimeError, NotImplementedError):  # one without memory
         _require_plain(names, src, dst)
         raise
-    ready = _by_value.get(key)
+    ready: T | None = _by_value.get(key)
     if ready is None:
         _require_plain(names, src, dst)
         if len(_by_value) >= _MOST:
@@ -269,7 +270,8 @@ def _page_copies(
         if to_pages:
             sides, bases = sides[::-1], bases[::-1]
         if row:
-            copies.add(CopyPlan(*sides, layers=count, planes=1, tokens=page_size, heads=1, run=row), *bases)
+            plan = CopyPlan(sides[0], sides[1], layers=count, planes=1, tokens=page_size, heads=1, run=row)
+            copies.add(plan, *bases)
     most = min(most_pages, default=0) * page_size, min(most_tokens, default=0)
     return Known(device_of(paged, layered), copies, most)
 

@@ -20,6 +20,7 @@ __all__ = [
     "Span",
     "current_stream",
     "dtype_name",
+    "host_array",
     "host_values",
     "index_array",
     "mapped_address",
@@ -184,11 +185,7 @@ def host_values(tensor: Any, name: str = "indices") -> I64:
 
 def index_array(tensor: Any, name: str = "indices") -> I64:
     """Indices on the host as they are: int64, or other integers widened."""
-    try:
-        # What torch offers itself takes half as long as numpy's way to it.
-        array = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
-    except (TypeError, RuntimeError) as error:  # without memory, or of a type that numpy does not have
-        raise unusable(name, tensor, error) from None
+    array = host_array(tensor, name)
     if array.ndim == 1 and array.dtype == np.int64 and array.flags.c_contiguous:
         return array
     if array.size and array.dtype.kind not in "iu":
@@ -198,8 +195,13 @@ def index_array(tensor: Any, name: str = "indices") -> I64:
 
 def table_array(tensor: Any, name: str = "table") -> U64:
     """A pointer table that lies on the host."""
+    return np.ascontiguousarray(host_array(tensor, name).ravel()).view(np.uint64)
+
+
+def host_array(tensor: Any, name: str) -> np.ndarray[Any, Any]:
+    """A host tensor's values as an array."""
     try:
-        array = np.asarray(tensor)
-    except (TypeError, RuntimeError) as error:
+        # What torch offers itself takes half as long as numpy's way to it.
+        return tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
+    except (TypeError, RuntimeError) as error:  # without memory, or of a type that numpy does not have
         raise unusable(name, tensor, error) from None
-    return np.ascontiguousarray(array.ravel()).view(np.uint64)
