@@ -17,11 +17,11 @@ from kvraw.arrays import I64
 from kvraw.copying.bound_copies import BoundCopies
 from kvraw.copying.given import page_starts
 from kvraw.copying.plan import CopyPlan, Side
-from kvraw.errors import BoundsError, LayoutError, PlacementError
+from kvraw.errors import BoundsError, LayoutError
 from kvraw.plain import require_plain
 from kvraw.runtime.context import at_reset
 
-__all__ = ["Known", "copy_pages", "copy_ranges", "copy_tokens", "device_of", "known", "page_indices"]
+__all__ = ["Known", "copy_pages", "copy_ranges", "copy_tokens", "known", "page_indices"]
 
 T = TypeVar("T")
 NAMES = ("src_indices", "dst_indices")
@@ -33,14 +33,6 @@ def _row(name: str, tensor: Any, axes: int) -> tuple[int, tuple[int, ...]]:
     size, strides = int(tensor.element_size()), tuple(tensor.stride())
     row, _ = tensors.row_of(name, tuple(tensor.shape), strides, axes)
     return row * size, tuple(int(s) * size for s in strides[:axes])
-
-
-def device_of(*groups: Sequence[Any]) -> int | None:
-    """The GPU that some of these tensors lie on; None where all lie on the host."""
-    found = {int(t.get_device()) for group in groups for t in group if t.is_cuda}
-    if len(found) > 1:
-        raise PlacementError(f"tensors lie on devices {sorted(found)}, must lie on one and the host")
-    return found.pop() if found else None
 
 
 def page_indices(src_indices: Any, dst_indices: Any, page_size: int) -> tuple[I64, I64]:
@@ -183,7 +175,9 @@ def _token_copies(src: Sequence[Any], dst: Sequence[Any]) -> Known:
         sides = [_side(step, len(ends)) for step in steps]
         plan = CopyPlan(sides[0], sides[1], layers=len(ends), planes=1, tokens=1, heads=1, run=run)
         copies.add(plan, [at for at, _ in ends], [to for _, to in ends])
-    return Known(device_of(src, dst), copies, (min(int(t.shape[0]) for t in src), min(int(t.shape[0]) for t in dst)))
+    return Known(
+        tensors.device_of(src, dst), copies, (min(int(t.shape[0]) for t in src), min(int(t.shape[0]) for t in dst))
+    )
 
 
 def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) -> None:
@@ -207,7 +201,7 @@ def _row_copies(src: Any, dst: Any) -> Known:
     if row:
         plan = CopyPlan(side, side, layers=1, planes=1, tokens=1, heads=1, run=row)
         copies.add(plan, [int(src.data_ptr())], [int(dst.data_ptr())])
-    return Known(device_of((src, dst)), copies, (int(src.shape[0]), int(dst.shape[0])))
+    return Known(tensors.device_of((src, dst)), copies, (int(src.shape[0]), int(dst.shape[0])))
 
 
 def copy_ranges(src: Any, dst: Any, starts: tuple[I64, I64], counts: I64) -> None:
@@ -273,7 +267,7 @@ def _page_copies(
             plan = CopyPlan(sides[0], sides[1], layers=count, planes=1, tokens=page_size, heads=1, run=row)
             copies.add(plan, *bases)
     most = min(most_pages, default=0) * page_size, min(most_tokens, default=0)
-    return Known(device_of(paged, layered), copies, most)
+    return Known(tensors.device_of(paged, layered), copies, most)
 
 
 def copy_pages(

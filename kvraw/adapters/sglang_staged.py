@@ -13,7 +13,7 @@ import numpy as np
 from kvraw.adapters import tensors
 from kvraw.adapters.copies import bound_copies, copy_items
 from kvraw.adapters.deferred_errors import pending, raise_deferred
-from kvraw.adapters.sglang_direct import Known, device_of, known
+from kvraw.adapters.sglang_direct import Known, known
 from kvraw.adapters.sglang_kernel import INTS, WARPS, default_quota, ids_on_device, launch, transfer
 from kvraw.copying.device_state import device_state
 from kvraw.copying.given import page_starts
@@ -99,7 +99,7 @@ def _make(staging: tuple[Any, ...], dst: tuple[Any, ...], token: int, page_size:
     copies = bound_copies(dst)
     plan = CopyPlan(side, side, layers=len(dst), planes=1, tokens=1, heads=1, run=side.outer)
     copies.add(plan, [int(t.data_ptr()) for t in staging], [int(t.data_ptr()) for t in dst])
-    device = device_of(staging) if all(t.is_cuda for t in staging) else None
+    device = tensors.device_of(staging) if all(t.is_cuda for t in staging) else None
     return Known(device, copies, (room // page_size * page_size, _tokens("dst", dst, token)))
 
 

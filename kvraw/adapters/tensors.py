@@ -1,8 +1,9 @@
-"""What the adapters ask of tensors, by duck typing: torch is imported only to ask for its current stream."""
+"""What the adapters ask of torch and of tensors, by duck typing; torch is never imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,9 @@ from kvraw.runtime.memory import locate
 __all__ = [
     "Span",
     "current_stream",
+    "device_of",
     "dtype_name",
+    "flatten",
     "host_array",
     "host_values",
     "index_array",
@@ -30,22 +33,49 @@ __all__ = [
     "span",
     "table_array",
     "token_stride",
+    "torch_cuda",
 ]
 
 _names: dict[Any, str] = {}
 _raw_stream: Callable[[int], int] | None = None
 
 
+def torch_cuda() -> Any:
+    """Torch's CUDA part where it is in use, else None."""
+    torch: Any = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
 def current_stream(device: int) -> int:
-    """Handle of torch's current stream on a device."""
+    """The caller's current stream on a device: torch's, or the default stream where torch is not in use."""
     global _raw_stream
     if _raw_stream is None:
-        import torch
-
+        cuda = torch_cuda()
+        if cuda is None:
+            return 0
         # The handle alone, without a stream object around it, where this torch offers that.
-        found = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        _raw_stream = found or (lambda at: torch.cuda.current_stream(at).cuda_stream)
+        found = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
+        _raw_stream = found or (lambda at: cuda.current_stream(at).cuda_stream)
     return int(_raw_stream(device))
+
+
+def device_of(*groups: Iterable[Any]) -> int | None:
+    """The GPU that some of these tensors lie on; None where all lie on the host.
+
+    Raises
+    ------
+    PlacementError
+        They lie on several.
+    """
+    found = {int(t.get_device()) for group in groups for t in group if t.is_cuda}
+    if len(found) > 1:
+        raise PlacementError(f"tensors lie on devices {sorted(found)}, must lie on one and the host")
+    return found.pop() if found else None
+
+
+def flatten(tensors: Any) -> list[Any]:
+    """Tensors of nested lists and tuples, in order."""
+    return [x for t in tensors for x in flatten(t)] if isinstance(tensors, (list, tuple)) else [tensors]
 
 
 def dtype_name(tensor: Any) -> str:

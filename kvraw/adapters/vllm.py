@@ -14,7 +14,7 @@ import numpy as np
 from kvraw.adapters import tensors
 from kvraw.adapters.copies import bound_copies, copy_items
 from kvraw.adapters.deferred_errors import pending, raise_deferred
-from kvraw.adapters.sglang_direct import device_of, known
+from kvraw.adapters.sglang_direct import known
 from kvraw.addresses import require_addresses
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.batch import memcpy_batch
@@ -50,7 +50,7 @@ class _Swap:
         sides = [Side(outer=step, limit=limit) for step, limit, _ in ends]
         plan = CopyPlan(sides[0], sides[1], layers=1, planes=1, tokens=1, heads=1, run=nbytes)
         self.limits = ends[0][1], ends[1][1]
-        self._device = device_of((src, dst))
+        self._device = tensors.device_of((src, dst))
         self._copies = bound_copies((src, dst))
         self._copies.add(plan, [int(src.data_ptr())], [int(dst.data_ptr())])
         self._prepared = PreparedCopy(plan, device=self._device, index_names=_NAMES)

@@ -17,7 +17,7 @@ from kvraw.copying.submission import Batch
 from kvraw.errors import DriverError
 from kvraw.runtime import fork
 from kvraw.runtime.completion import Completion
-from kvraw.runtime.context import DeviceScope, met
+from kvraw.runtime.context import DeviceScope, note_error
 from kvraw.runtime.driver import CudaDriver, driver_or_none
 from kvraw.runtime.host.registration import cut_list, cuts_with
 from kvraw.runtime.memory import locate
@@ -172,7 +172,7 @@ class BoundCopies:
             with self._lock:
                 return self._enqueue(state, stream, src_index, dst_index, refs)
         except DriverError as error:
-            met(error, state.device)
+            note_error(error, state.device)
             raise
 
     def _enqueue(

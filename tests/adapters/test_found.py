@@ -10,8 +10,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import sglang, vllm
-from kvraw.adapters.lmcache import _place
+from kvraw.adapters import sglang, tensors, vllm
 from kvraw.copying import pointer_tables
 from kvraw.copying.device_state import device_state
 from kvraw.runtime.context import DeviceScope
@@ -51,7 +50,7 @@ def rows(device: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rows]:
     w = TorchLike(device).install(monkeypatch)
     assert w.stream is not None
     handle = w.stream.handle
-    monkeypatch.setattr(_place, "_raw_stream", lambda at: handle)
+    monkeypatch.setattr(tensors, "_raw_stream", lambda at: handle)
     yield Rows(w)
     w.synchronize()
 
