@@ -21,24 +21,16 @@ def bound_copies(group: Iterable[Any]) -> BoundCopies:
     return BoundCopies([tensors.span(t) for t in group if not t.is_cuda])
 
 
-def copy_items(
-    copies: BoundCopies,
-    device: int | None,
-    src_index: I64,
-    dst_index: I64,
-    refs: object,
-    *,
-    raising: bool = True,
-) -> None:
+def copy_items(copies: BoundCopies, device: int | None, src_index: I64, dst_index: I64, refs: object) -> None:
     """Enqueue the copies of some items, at least one, on the current stream; on the host, do them.
 
-    What kernels of earlier operations on the device found is raised first, unless the caller did (`raising`).
+    What kernels of earlier operations on the device found is raised first.
     """
     if device is None:
         d = copies.describe(src_index, dst_index, cuts_with())
         memcpy_batch(d.dst, d.src, d.sizes)
         return
     stream, state = tensors.current_stream(device), device_state(device)
-    if raising and pending(state):
+    if pending(state):
         raise_deferred(device, stream)
     copies.enqueue(state, stream, src_index, dst_index, refs)

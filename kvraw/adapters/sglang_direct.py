@@ -109,7 +109,8 @@ def known(
     try:
         key = (
             kind,
-            *[tuple([(t.data_ptr(), t.get_device(), t.stride(), *_fields(t)) for t in group]) for group in (src, dst)],
+            len(src),
+            *[(t.data_ptr(), t.get_device(), t.stride(), *_fields(t)) for t in (*src, *dst)],
         )
     except (RuntimeError, NotImplementedError):  # one without memory
         _require_plain(names, src, dst)
@@ -134,7 +135,7 @@ def _forget(who: tuple[object, ...], _: object) -> None:
 
 def _places(src: Sequence[Any], dst: Sequence[Any]) -> list[object]:
     """What changes where a tensor is given other memory, or another shape, in place."""
-    return [(t.data_ptr(), t.numel(), t.stride()) for group in (src, dst) for t in group]
+    return [(t.data_ptr(), t.numel(), t.stride()) for t in (*src, *dst)]
 
 
 @lru_cache(maxsize=256)

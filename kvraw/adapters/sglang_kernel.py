@@ -25,7 +25,7 @@ from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.stream import capturing
 
-__all__ = ["INTS", "WARPS", "End", "Ids", "Numbers", "default_quota", "ids_on_device", "launch", "transfer"]
+__all__ = ["INTS", "WARPS", "End", "Ids", "Numbers", "default_quota", "launch", "transfer"]
 
 INTS, WARPS = ("int64", "int32"), 32
 QUOTA_VARIABLE, QUOTA = "SGLANG_HICACHE_BLOCK_QUOTA", 2
@@ -167,7 +167,10 @@ def transfer(
     device = src_indices.get_device()
     if dst_indices.get_device() != device:
         raise PlacementError(f"src_indices lie on device {device}, dst_indices on {dst_indices.get_device()}")
-    launch(src, dst, numbers, quota, warps, device, ids_on_device(src_indices), ids_on_device(dst_indices), count)
+    at = src_indices if src_indices.is_contiguous() else src_indices.contiguous()
+    to = dst_indices if dst_indices.is_contiguous() else dst_indices.contiguous()
+    ids = (at.data_ptr(), at.element_size(), at), (to.data_ptr(), to.element_size(), to)
+    launch(device_state(device), tensors.current_stream(device), src, dst, numbers, quota, warps, *ids, count)
 
 
 def _move_on_host(src: End, dst: End, src_indices: Any, dst_indices: Any, numbers: Numbers, count: int) -> None:
@@ -189,31 +192,24 @@ def _keep(known: dict[Any, _Ready], key: object, ready: _Ready) -> _Ready:
     return ready
 
 
-def ids_on_device(index: Any) -> Ids:
-    """Indices that lie on the device, of int64 or int32."""
-    if not index.is_contiguous():
-        index = index.contiguous()
-    return index.data_ptr(), index.element_size(), index
-
-
 def launch(
+    state: DeviceState,
+    stream: int,
     src: End,
     dst: End,
     numbers: Numbers,
     quota: int,
     warps: int,
-    device: int,
     at: Ids,
     to: Ids,
     count: int,
     raising: bool = True,
 ) -> None:
-    """Enqueue the kernel on a device's current stream.
+    """Enqueue the kernel on a stream.
 
     What kernels of earlier operations on the device found is raised first, unless the caller did (`raising`).
     """
-    stream, state = tensors.current_stream(device), device_state(device)
-    bits = 0
+    device, bits = state.device, 0
     if src[0] == "table" or dst[0] == "table":
         bits = pointer_tables.known_bits(_tables(src, dst))
     key = (src[0], src[1], dst[0], dst[1], _see(src, dst), numbers, quota, warps, at[1], to[1], bits)

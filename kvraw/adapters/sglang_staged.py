@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.copies import bound_copies, copy_items
+from kvraw.adapters.copies import bound_copies
 from kvraw.adapters.deferred_errors import pending, raise_deferred
 from kvraw.adapters.sglang_direct import Known, known
-from kvraw.adapters.sglang_kernel import INTS, WARPS, default_quota, ids_on_device, launch, transfer
+from kvraw.adapters.sglang_kernel import INTS, WARPS, default_quota, launch, transfer
 from kvraw.copying.device_state import device_state
 from kvraw.copying.given import page_starts
 from kvraw.copying.plan import CopyPlan, Side
@@ -141,14 +141,16 @@ def _staged(
         return
     if not room or at is None:
         raise PlacementError(f"staging holds {room} tokens in whole pages, must hold a page on the GPU")
-    index, end = ids_on_device(src_indices), ("pf", token, staging)
+    index = src_indices if src_indices.is_contiguous() else src_indices.contiguous()
     device = int(src_indices.get_device())
+    begins, width, end = index.data_ptr(), index.element_size(), ("pf", token, staging)
+    stream, state = tensors.current_stream(device), device_state(device)
     # Once: what a part of this operation finds stops no other part.
-    if pending(device_state(device)):
-        raise_deferred(device, tensors.current_stream(device))
+    if pending(state):
+        raise_deferred(device, stream)
     for begin in range(0, count, room):  # the stream's order keeps a part's copies before the next part's kernel
         many = min(room, count - begin)
-        part = index[0] + begin * index[1], index[1], index[2]
-        launch(source, end, numbers, blocks, WARPS, device, part, (0, 0, None), many, raising=False)
+        ids = (begins + begin * width, width, index), (0, 0, None)
+        launch(state, stream, source, end, numbers, blocks, WARPS, *ids, many, raising=False)
         to = pages[begin // page_size : (begin + many) // page_size]
-        copy_items(copies, device, np.arange(len(to)), to, (staging, dst), raising=False)
+        copies.enqueue(state, stream, np.arange(len(to)), to, (staging, dst))

@@ -63,14 +63,16 @@ class _Swap:
 
     def __call__(self, at: I64, to: I64, refs: object) -> None:
         """Swap the blocks, on the current stream or on the host."""
-        if self._device is not None:
-            stream, state = tensors.current_stream(self._device), device_state(self._device)
-            if pending(state):
-                raise_deferred(self._device, stream)
-            with DeviceScope(self._device):
-                if self._by_plan(state, stream, at, to, refs):
-                    return
-        copy_items(self._copies, self._device, at, to, refs, raising=False)
+        device = self._device
+        if device is None:
+            copy_items(self._copies, device, at, to, refs)
+            return
+        stream, state = tensors.current_stream(device), device_state(device)
+        if pending(state):
+            raise_deferred(device, stream)
+        with DeviceScope(device):
+            if not self._by_plan(state, stream, at, to, refs):
+                self._copies.enqueue(state, stream, at, to, refs)
 
     def _by_plan(self, state: DeviceState, stream: int, at: I64, to: I64, refs: object) -> bool:
         """Enqueue it, unless the copy engine is to."""
