@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvraw.adapters import tensors
@@ -11,14 +11,21 @@ from kvraw.arrays import I64
 from kvraw.batch import memcpy_batch
 from kvraw.copying.bound_copies import BoundCopies
 from kvraw.copying.device_state import device_state
+from kvraw.copying.plan import CopyPlan
 from kvraw.runtime.host.registration import cuts_with
 
-__all__ = ["bound_copies", "copy_items"]
+__all__ = ["Plan", "bound_copies", "copy_items"]
+
+Plan = tuple[CopyPlan, list[int], list[int]]
+"""A plan of one item, and base addresses of source and destination."""
 
 
-def bound_copies(group: Iterable[Any]) -> BoundCopies:
-    """Copies between these tensors, to be added."""
-    return BoundCopies([tensors.span(t) for t in group if not t.is_cuda])
+def bound_copies(group: Iterable[Any], plans: Sequence[Plan]) -> BoundCopies | None:
+    """Copies between these tensors by plans and their base addresses; None where there are no plans."""
+    copies = BoundCopies([tensors.span(t) for t in group if not t.is_cuda])
+    for plan in plans:
+        copies.add(*plan)
+    return copies if plans else None
 
 
 def copy_items(copies: BoundCopies, device: int | None, src_index: I64, dst_index: I64, refs: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.copies import bound_copies, copy_items
+from kvraw.adapters.copies import Plan, bound_copies, copy_items
 from kvraw.arrays import I64
 from kvraw.copying.bound_copies import BoundCopies
 from kvraw.copying.given import page_starts
@@ -63,14 +63,14 @@ class Known(NamedTuple):
     ----------
     device : int or None
         The GPU that takes part.
-    copies : BoundCopies
-        The copies of one item each, a token or a page.
+    copies : BoundCopies or None
+        The copies of one item each, a token or a page; None where there is nothing to copy.
     most : tuple of int
         What indices of the source (of pages) and of the destination (of tokens) must be below.
     """
 
     device: int | None
-    copies: BoundCopies
+    copies: BoundCopies | None
     most: tuple[int, int]
 
 
@@ -171,14 +171,13 @@ def _token_copies(src: Sequence[Any], dst: Sequence[Any]) -> Known:
             size, bases = int(a.element_size()), (int(a.data_ptr()), int(b.data_ptr()))
             kind = run, int(a.stride()[0]) * size, int(b.stride()[0]) * size
             members.setdefault(kind, []).extend((bases[0] + i, bases[1] + j) for i, j in begins)
-    copies = bound_copies([*src, *dst])
+    plans = list[Plan]()
     for (run, *steps), ends in members.items():
         sides = [_side(step, len(ends)) for step in steps]
         plan = CopyPlan(sides[0], sides[1], layers=len(ends), planes=1, tokens=1, heads=1, run=run)
-        copies.add(plan, [at for at, _ in ends], [to for _, to in ends])
-    return Known(
-        tensors.device_of(src, dst), copies, (min(int(t.shape[0]) for t in src), min(int(t.shape[0]) for t in dst))
-    )
+        plans.append((plan, [at for at, _ in ends], [to for _, to in ends]))
+    most = min(int(t.shape[0]) for t in src), min(int(t.shape[0]) for t in dst)
+    return Known(tensors.device_of(src, dst), bound_copies([*src, *dst], plans), most)
 
 
 def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) -> None:
@@ -188,7 +187,7 @@ def copy_tokens(src: Sequence[Any], dst: Sequence[Any], index: tuple[I64, I64]) 
     device, copies, most = known(("tokens",), _LAYERS, src, dst, lambda: _token_copies(src, dst))
     at = page_starts(NAMES[0], index[0], 1, most[0], aligned=False)
     to = page_starts(NAMES[1], index[1], 1, most[1], aligned=False)
-    if copies:
+    if copies is not None:
         copy_items(copies, device, at, to, (src, dst))
 
 
@@ -198,11 +197,12 @@ def _row_copies(src: Any, dst: Any) -> Known:
     (row, _), (other, _) = _row("src", src, 1), _row("dst", dst, 1)
     if row != other:
         raise LayoutError(f"a row of src has {row} bytes, of dst {other}")
-    copies, side = bound_copies((src, dst)), _side(row, 1)
+    plans, side = list[Plan](), _side(row, 1)
     if row:
         plan = CopyPlan(side, side, layers=1, planes=1, tokens=1, heads=1, run=row)
-        copies.add(plan, [int(src.data_ptr())], [int(dst.data_ptr())])
-    return Known(tensors.device_of((src, dst)), copies, (int(src.shape[0]), int(dst.shape[0])))
+        plans.append((plan, [int(src.data_ptr())], [int(dst.data_ptr())]))
+    most = int(src.shape[0]), int(dst.shape[0])
+    return Known(tensors.device_of((src, dst)), bound_copies((src, dst), plans), most)
 
 
 def copy_ranges(src: Any, dst: Any, starts: tuple[I64, I64], counts: I64) -> None:
@@ -212,12 +212,12 @@ def copy_ranges(src: Any, dst: Any, starts: tuple[I64, I64], counts: I64) -> Non
     if not len(starts[0]) == len(starts[1]) == len(counts):
         raise BoundsError(f"{len(starts[0])} src_starts, {len(starts[1])} dst_starts and {len(counts)} lengths differ")
     for name, at, end in zip(("src_starts", "dst_starts"), starts, most, strict=True):
-        bad = (at < 0) | (counts < 0) | (at + counts > end)
+        bad = (at < 0) | (counts < 0) | (counts > end - at)
         if bad.any():
             k = int(np.argmax(bad))
             raise BoundsError(f"{name}[{k}] is {at[k]} with {counts[k]} rows, must end by {end}")
     total = int(counts.sum())
-    if total and copies:
+    if total and copies is not None:
         within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         rows = [np.repeat(begin, counts) + within for begin in starts]
         copy_items(copies, device, rows[0], rows[1], group)
@@ -253,7 +253,7 @@ def _page_copies(
         most_pages.append(pages)
         most_tokens.append(max(min(int(t.shape[0]) for t in group) - page_size + 1, 0))
         members.setdefault((row, steps, rows.pop()[1][0]), []).append(plane)
-    copies = bound_copies([*paged, *layered])
+    plans = list[Plan]()
     for (row, (page, layer_step, token), step), planes in members.items():
         numbers = range(first_layer, first_layer + layers)
         bases = [
@@ -266,9 +266,9 @@ def _page_copies(
             sides, bases = sides[::-1], bases[::-1]
         if row:
             plan = CopyPlan(sides[0], sides[1], layers=count, planes=1, tokens=page_size, heads=1, run=row)
-            copies.add(plan, *bases)
+            plans.append((plan, bases[0], bases[1]))
     most = min(most_pages, default=0) * page_size, min(most_tokens, default=0)
-    return Known(tensors.device_of(paged, layered), copies, most)
+    return Known(tensors.device_of(paged, layered), bound_copies([*paged, *layered], plans), most)
 
 
 def copy_pages(
@@ -289,7 +289,7 @@ def copy_pages(
         layered,
         lambda: _page_copies(paged, layered, names, first_layer, page_size, to_pages),
     )
-    if not len(paged_indices) or not copies:
+    if not len(paged_indices) or copies is None:
         return
     pages = page_starts(index_names[0], paged_indices, page_size, most[0], aligned=True)
     tokens = page_starts(index_names[1], layered_indices, page_size, most[1], aligned=False)

@@ -96,9 +96,9 @@ def _tokens(name: str, group: tuple[Any, ...], token: int) -> int:
 def _make(staging: tuple[Any, ...], dst: tuple[Any, ...], token: int, page_size: int) -> Known:
     """Copies of whole pages; tokens that the staging memory, in whole pages, and the destination hold."""
     room, side = _tokens("staging", staging, token), Side(outer=page_size * token, table_layer=1, entries=len(dst))
-    copies = bound_copies(dst)
     plan = CopyPlan(side, side, layers=len(dst), planes=1, tokens=1, heads=1, run=side.outer)
-    copies.add(plan, [int(t.data_ptr()) for t in staging], [int(t.data_ptr()) for t in dst])
+    bases = [[int(t.data_ptr()) for t in group] for group in (staging, dst)]
+    copies = bound_copies(dst, [(plan, bases[0], bases[1])])
     device = tensors.device_of(staging) if all(t.is_cuda for t in staging) else None
     return Known(device, copies, (room // page_size * page_size, _tokens("dst", dst, token)))
 
@@ -139,7 +139,7 @@ def _staged(
     if not src_indices.is_cuda:
         transfer(source, ("pf", token, dst), src_indices, dst_indices, numbers, blocks, WARPS, INTS)
         return
-    if not room or at is None:
+    if not room or at is None or copies is None:
         raise PlacementError(f"staging holds {room} tokens in whole pages, must hold a page on the GPU")
     index = src_indices if src_indices.is_contiguous() else src_indices.contiguous()
     device = int(src_indices.get_device())

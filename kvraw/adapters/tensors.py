@@ -215,7 +215,10 @@ def host_values(tensor: Any, name: str = "indices") -> I64:
 
 def index_array(tensor: Any, name: str = "indices") -> I64:
     """Indices on the host as they are: int64, or other integers widened."""
-    array = host_array(tensor, name)
+    try:
+        array: np.ndarray[Any, Any] = tensor.numpy()
+    except (AttributeError, TypeError, RuntimeError):
+        array = host_array(tensor, name)
     if array.ndim == 1 and array.dtype == np.int64 and array.flags.c_contiguous:
         return array
     if array.size and array.dtype.kind not in "iu":

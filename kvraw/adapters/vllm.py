@@ -51,8 +51,9 @@ class _Swap:
         plan = CopyPlan(sides[0], sides[1], layers=1, planes=1, tokens=1, heads=1, run=nbytes)
         self.limits = ends[0][1], ends[1][1]
         self._device = tensors.device_of((src, dst))
-        self._copies = bound_copies((src, dst))
-        self._copies.add(plan, [int(src.data_ptr())], [int(dst.data_ptr())])
+        copies = bound_copies((src, dst), [(plan, [int(src.data_ptr())], [int(dst.data_ptr())])])
+        assert copies is not None
+        self._copies = copies
         self._prepared = PreparedCopy(plan, device=self._device, index_names=_NAMES)
         self._places = [
             (np.array([t.data_ptr()], np.uint64), np.array([reach], np.uint64))

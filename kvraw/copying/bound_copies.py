@@ -138,9 +138,6 @@ class BoundCopies:
         joints = np.unique(np.concatenate(bases))
         self._groups.append(_Group(described, *bases, joints, (*arguments,), run))
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
     def describe(self, src_index: I64, dst_index: I64, cuts: U64) -> Descriptors:
         """The copies for these items, at least one."""
         count = len(src_index)
@@ -189,7 +186,15 @@ class BoundCopies:
                 again = self._again and ranges.unchanged()
                 batch, self._again = Batch(state, ranges.numbers) if again else None, True
                 self._batch = batch
-            done = self._submit(state, stream, made, refs, batch)
+            step, start = 8 * self._room, self._address
+            try:
+                addresses = start, start + step, start + 2 * step
+                done = submission.submit_short(state, stream, addresses, made, refs, batch)
+            except DriverError as error:
+                if error.index is None:
+                    raise
+                d = self._rows(made)
+                raise copy_engine.refused(d, d, error.index, error) from error
             if done is not None:
                 return done
         if bound:  # what the program would have found out, or did
@@ -216,18 +221,6 @@ class BoundCopies:
         assert function is not None
         joints = g.joints.view(np.int64)
         return function(*g.arguments, src_index, dst_index, joints, cuts, p, self._rooms, self._out)
-
-    def _submit(
-        self, state: DeviceState, stream: int, count: int, refs: object, batch: Batch | None
-    ) -> Completion | None:
-        step, start = 8 * self._room, self._address
-        try:
-            return submission.submit_short(state, stream, (start, start + step, start + 2 * step), count, refs, batch)
-        except DriverError as error:
-            if error.index is None:
-                raise
-            d = self._rows(count)
-            raise copy_engine.refused(d, d, error.index, error) from error
 
     def _rows(self, count: int) -> Descriptors:
         rows = self._out.view(np.uint64)

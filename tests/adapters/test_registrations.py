@@ -237,7 +237,7 @@ def test_tensors_that_are_given_other_memory_or_another_shape(w: TorchLike) -> N
 
     def make() -> Any:
         made.append(1)
-        return sglang_direct.Known(None, copies.bound_copies(()), (0, 0))
+        return sglang_direct.Known(None, copies.bound_copies((), ()), (0, 0))
 
     for _ in range(2):
         sglang_direct.known(("test",), ("src", "dst"), group, group, make)

@@ -239,6 +239,8 @@ def test_embedding_ranges(w: TorchLike, way: str) -> None:
     src, dst = w.put(kinds[0], a), w.put(kinds[1], b)
     with pytest.raises(kvraw.BoundsError, match=r"dst_starts\[1\] is 22 with 3 rows, must end by 24"):
         sglang.transfer_embedding_ranges_direct(src, dst, [0, 1], [0, 22], [1, 3])
+    with pytest.raises(kvraw.BoundsError, match=rf"src_starts\[0\] is 5 with {2**63 - 1} rows, must end by 24"):
+        sglang.transfer_embedding_ranges_direct(src, dst, [5], [0], [2**63 - 1])  # their sum is no int64
     for bad in ([1.5], np.array([1.5])):
         with pytest.raises(TypeError, match="lengths holds float64, must hold integers"):
             sglang.transfer_embedding_ranges_direct(src, dst, [0], [0], bad)  # type: ignore[arg-type]
