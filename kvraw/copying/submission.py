@@ -14,30 +14,43 @@ from kvraw.runtime.completion import Completion, Operation
 from kvraw.runtime.program import Commands, Program
 from kvraw.runtime.stream import LEGACY
 
-__all__ = ["fits", "submit", "submit_as_one", "submit_short"]
+__all__ = ["Batch", "fits", "submit", "submit_as_one", "submit_short"]
 
 # Copies that are handed over with the GIL kept, as one program: below 1 ms.
 _SHORT = 2048
 _NAME = "batches"
 
 
-class _Batch:
-    """The program that is one batch call with an event behind it, for one thread at a time."""
+class Batch:
+    """The program that is one batch call with an event behind it, for one thread at a time.
 
-    def __init__(self, state: DeviceState) -> None:
+    Parameters
+    ----------
+    state : DeviceState
+        Of the device.
+    pinned : sequence of (int, int)
+        Addresses, each with the number that the driver gave what lies there: where that has changed, nothing is done.
+    """
+
+    __slots__ = ("_at", "_program", "lock", "state")
+
+    def __init__(self, state: DeviceState, pinned: Sequence[tuple[int, int]] = ()) -> None:
+        self.state = state
         c = Commands()
         first = c.value(6)
         stream, event, dst, src, sizes, count = (type(first)(first.index + k) for k in range(6))
         c.uncaptured(stream)
+        for address, number in pinned:
+            c.same_memory(address, number)
         c.copy_batch(dst, src, sizes, count, stream)
         c.record(event, stream)
         self.lock, self._program, self._at = fork.lock(), Program(c, state.owner), first.index
 
     def run(self, operation: Operation, addresses: tuple[int, int, int], count: int) -> bool:
-        """Enqueue copies and the operation's event; False where a capture is in progress on its stream."""
-        values, at = self._program.values, self._at
-        assert operation.event is not None
-        values[at], values[at + 1], values[at + 5] = operation.stream, operation.event, count
+        """Enqueue copies and the operation's event; False where a capture is in progress, or memory is another."""
+        values, at, event = self._program.values, self._at, operation._event
+        assert event is not None
+        values[at], values[at + 1], values[at + 5] = operation.stream, event, count
         values[at + 2], values[at + 3], values[at + 4] = addresses
         return self._program.run()
 
@@ -106,14 +119,20 @@ def fits(state: DeviceState, stream: int, count: int) -> bool:
 
 
 def submit_short(
-    state: DeviceState, stream: int, addresses: tuple[int, int, int], count: int, refs: object
+    state: DeviceState,
+    stream: int,
+    addresses: tuple[int, int, int],
+    count: int,
+    refs: object,
+    batch: Batch | None = None,
 ) -> Completion | None:
     """Enqueue copies that `fits` by the addresses of their destinations, sources and sizes; see `submit`.
 
-    None, and nothing is enqueued, where a capture is in progress on the stream.
+    None, and nothing is enqueued, where a capture is in progress on the stream, or the `batch` finds other memory.
     """
-    known = state.bound[_NAME]
-    batch = known.get(0) or known.setdefault(0, _Batch(state))
+    if batch is None:
+        known = state.bound[_NAME]
+        batch = known.get(0) or known.setdefault(0, Batch(state))
     operation = state.completions.begin(stream)
     try:
         with batch.lock:
