@@ -236,14 +236,6 @@ class PreparedCopy:
         self.bound.check(device_state(self.device), call)
         return PreparedCall(self.bound, call)
 
-    def choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
-        """Whether the kernel or the copy engine is to carry out a call whose addresses are not at hand yet."""
-        if not host_ids:
-            return "kernel"
-        assert self.device is not None
-        table = AddressTable(_NONE, _NONE, link)
-        return self.bound.choose(device_state(self.device), Call(table, table, None, None, 0, count, capturing)).engine
-
     def launch(
         self,
         state: DeviceState,

@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.copies import copy_ranges
-from kvraw.adapters.sglang_direct import device_of
+from kvraw.adapters.sglang_direct import copy_ranges
 from kvraw.adapters.sglang_kernel import INTS, WARPS, transfer
 from kvraw.arrays import I64, index_vector
-from kvraw.copying.copy_engine import Descriptors
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import BoundsError, LayoutError, PlacementError
-from kvraw.plain import require_memory
 from kvraw.prepared import PreparedCopy
 
 
@@ -151,28 +148,8 @@ def transfer_embedding_ranges_direct(
     src: Any, dst: Any, src_starts: Sequence[int], dst_starts: Sequence[int], lengths: Sequence[int]
 ) -> None:
     """Ranges of rows of one tensor to ranges of another, by the copy engine."""
-    for name, t in (("src", src), ("dst", dst)):
-        require_memory(name, t)
-    if not src.is_contiguous() or not dst.is_contiguous():
-        raise LayoutError("src and dst must lie without gaps")
-    rows = [int(np.prod(t.shape[1:], dtype=np.int64)) * int(t.element_size()) for t in (src, dst)]
-    if rows[0] != rows[1]:
-        raise LayoutError(f"a row of src has {rows[0]} bytes, of dst {rows[1]}")
-    starts = [_numbers("src_starts", src_starts), _numbers("dst_starts", dst_starts)]
-    counts = _numbers("lengths", lengths)
-    if not len(starts[0]) == len(starts[1]) == len(counts):
-        raise BoundsError(f"{len(starts[0])} src_starts, {len(starts[1])} dst_starts and {len(counts)} lengths differ")
-    for name, at, tensor in (("src_starts", starts[0], src), ("dst_starts", starts[1], dst)):
-        bad = (at < 0) | (counts < 0) | (at + counts > tensor.shape[0])
-        if bad.any():
-            k = int(np.argmax(bad))
-            raise BoundsError(f"{name}[{k}] is {at[k]} with {counts[k]} rows, must end by {tensor.shape[0]}")
-    at, to = (
-        np.uint64(t.data_ptr()) + begin.astype(np.uint64) * np.uint64(rows[0])
-        for t, begin in zip((src, dst), starts, strict=True)
-    )
-    copies = Descriptors(to, at, counts.astype(np.uint64) * np.uint64(rows[0]))
-    copy_ranges(copies, device_of((src, dst)), (src, dst))
+    starts = _numbers("src_starts", src_starts), _numbers("dst_starts", dst_starts)
+    copy_ranges(src, dst, starts, _numbers("lengths", lengths))
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:

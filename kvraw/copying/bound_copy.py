@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.copying import copy_engine, submission
+from kvraw.copying import kernel_args as ka
 from kvraw.copying.addresses import AddressTable
 from kvraw.copying.bound import BoundCall, IdCheck, IdChecker, id_checker
 from kvraw.copying.call import Call
@@ -91,13 +92,16 @@ class BoundCopy:
         """The engine of a call; the device's context is current."""
         return self.chooser.choose(state, call)
 
-    def submit(self, state: DeviceState, stream: int, call: Call, refs: object) -> tuple[Completion, str]:
+    def submit(
+        self, state: DeviceState, stream: int, call: Call, refs: object, choice: Choice | None = None
+    ) -> tuple[Completion, str]:
         """Enqueue a call as an operation of its own on a stream, and keep `refs` until it is over; with its engine.
 
         On the legacy default stream, which the copy engine's batch call refuses, it takes its place in the stream's
         order from a stream of ours. The device's context is current.
         """
-        choice = self.choose(state, call)
+        if choice is None:
+            choice = self.choose(state, call)
         if choice.engine == "copy":
             pageable = call.src.pageable or call.dst.pageable
 
@@ -244,15 +248,18 @@ class BoundCopy:
 
     def _bound_kernel(self, state: DeviceState, call: Call) -> BoundCall | None:
         """The program of a kernel call; None where it needs more than an argument block holds."""
+        src, dst = call.src, call.dst
+        assert isinstance(src, AddressTable)
+        assert isinstance(dst, AddressTable)
+        ids = call.count * ((call.src_index is not None) + (call.dst_index is not None))
+        if len(src.host) + len(dst.host) + ids > ka.WORDS:
+            return None
         key = (*self._key(call), state)
         try:
             return self._bound[key]
         except KeyError:
             if not self._came_before(key):
                 return None
-        src, dst = call.src, call.dst
-        assert isinstance(src, AddressTable)
-        assert isinstance(dst, AddressTable)
         lengths = len(src), len(dst)
         indexed = tuple(k for k in (0, 1) if call.indices[k] is not None)
         launch = self.kernel.bind(

@@ -120,6 +120,7 @@ class DeviceState:
 
 
 _lock = fork.lock()
+_NONE: dict[int, Any] = {}
 
 
 def _states(d: CudaDriver) -> dict[int, DeviceState]:
@@ -140,7 +141,7 @@ def drain() -> None:
 def device_state(device: int) -> DeviceState:
     """The state of a device; its context is current."""
     d = driver()
-    found = _states(d).get(device)
+    found: DeviceState | None = vars(d).get("device_states", _NONE).get(device)
     if found is None:
         with _lock:
             found = _states(d).setdefault(device, DeviceState(device))

@@ -147,8 +147,7 @@ class BoundLaunch:
         self.block, self.kernel, self.params, self.count = block, kernel, block.address, count
         self.ctas, self.threads = grid
         self.index_addresses, self.table_addresses = indices, tables
-        self.status_address = block.start + 8 * ka.STATUS
-        self.pace_address = block.start + 4 * ka.PACE_COST
+        self.status_address, self.pace_address = block.start + 8 * ka.STATUS, block.start + 4 * ka.PACE_COST
 
     def pace_word(self, rate: float) -> int:
         """What has the launch keep to another rate in bytes a second; 0: to none."""

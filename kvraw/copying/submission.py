@@ -17,7 +17,7 @@ from kvraw.runtime.completion import Completion, Operation
 from kvraw.runtime.program import Commands, Program, Value
 from kvraw.runtime.stream import LEGACY
 
-__all__ = ["enqueue", "fits", "submit", "submit_as_one", "submit_short"]
+__all__ = ["Batch", "enqueue", "fits", "submit", "submit_as_one", "submit_short"]
 
 # Copies that are handed over with the GIL kept: below 1 ms. A program of more gives it away once.
 _SHORT = 2048
@@ -40,55 +40,78 @@ def _ends(most: int) -> tuple[int, ...]:
     return tuple(itertools.accumulate(sizes))
 
 
-class _Batches:
-    """The program that is some batch calls with an event behind them, for one thread at a time."""
+class _Calls:
+    """A program that is some batch calls with an event behind them, for one thread at a time."""
 
-    def __init__(self, state: DeviceState, ends: tuple[int, ...]) -> None:
+    def __init__(self, state: DeviceState, pinned: Sequence[tuple[int, int]], ends: tuple[int, ...]) -> None:
         c = Commands()
         stream, event, dst, src, sizes, last = values = [c.value() for _ in range(6)]
-        self.starts = (0, *ends[:-1])
-        c.uncaptured(stream)
+        self.starts, self.end = (0, *ends[:-1]), ends[-1]
+        self.lock, self.at = fork.lock(), values[0].index
+        self.first = c.uncaptured(stream) + 1
+        for address, number in pinned:
+            self.first = c.same_memory(address, number) + 1
         for begin, end in zip(self.starts, ends, strict=True):
             count: Value | int = last if end is ends[-1] else end - begin
             c.copy_batch(dst + 8 * begin, src + 8 * begin, sizes + 8 * begin, count, stream)
         c.record(event, stream)
-        self.lock, self._program = fork.lock(), Program(c, state.owner, release=ends[-1] > _SHORT)
-        self._at = values[0].index
+        self.program = Program(c, state.owner, release=ends[-1] > _SHORT)
 
-    def run(self, operation: Operation, addresses: Sequence[int], count: int) -> bool:
-        """Enqueue copies and the operation's event; False where a capture is in progress on its stream."""
-        values, at = self._program.values, self._at
+    def run(self, operation: Operation, addresses: Sequence[int], count: int, begin: int) -> bool:
+        """Enqueue the first copies behind `begin`, and the operation's event."""
+        values, at = self.program.values, self.at
         with self.lock:
             values[at], values[at + 1] = operation.stream, operation._event  # type: ignore[assignment]
-            values[at + 2], values[at + 3], values[at + 4] = addresses
-            values[at + 5] = count - self.starts[-1]
+            values[at + 2], values[at + 3], values[at + 4] = (a + 8 * begin for a in addresses)
+            values[at + 5] = min(count - begin, self.end) - self.starts[-1]
             try:
-                return operation.run(self._program)
+                return operation.run(self.program)
             except DriverError as error:
                 if error.index is None or error.command is None:
                     raise
-                raise error.at(self.starts[error.command - 1] + error.index) from error
+                raise error.at(begin + self.starts[error.command - self.first] + error.index) from error
 
 
-def _run(state: DeviceState, operation: Operation, addresses: Sequence[int], count: int, most: int | None) -> bool:
-    """Enqueue copies, given by the addresses of their vectors, by programs; False where a capture is in progress."""
-    cap, known, begin = min(most or count, config.MAX_BATCH.get()), state.bound[_NAME], 0
-    ends = _ends(cap)
-    while begin < count:
-        calls = min(bisect.bisect_left(ends, count - begin) + 1, len(ends))
-        batches = known.get((cap, calls))
-        if batches is None:
-            batches = known.setdefault((cap, calls), _Batches(state, ends[:calls]))
-        part = min(count - begin, ends[calls - 1])
-        try:
-            if not batches.run(operation, addresses if not begin else [at + 8 * begin for at in addresses], part):
+class Batch:
+    """Any number of copies in batch calls, as programs.
+
+    Parameters
+    ----------
+    state : DeviceState
+        Of the device.
+    pinned : sequence of (int, int)
+        Addresses, each with the number that the driver gave what lies there: where that has changed, nothing is done.
+    """
+
+    __slots__ = ("_made", "_pinned", "state")
+
+    def __init__(self, state: DeviceState, pinned: Sequence[tuple[int, int]] = ()) -> None:
+        self.state, self._pinned = state, pinned
+        self._made: dict[tuple[int, int], _Calls] = {}
+
+    def run(self, operation: Operation, addresses: Sequence[int], count: int, most: int | None = None) -> bool:
+        """Enqueue copies, given by the addresses of their vectors, at most so many at once, and the operation's event.
+
+        False where a capture is in progress on its stream, or memory is another.
+        """
+        cap, begin = config.MAX_BATCH.get(), 0
+        most = min(most or cap, cap)
+        ends = _ends(most)
+        while begin < count:
+            calls = min(bisect.bisect_left(ends, count - begin) + 1, len(ends))
+            made = self._made.get((most, calls))
+            if made is None:
+                made = self._made.setdefault((most, calls), _Calls(self.state, self._pinned, ends[:calls]))
+            if not made.run(operation, addresses, count, begin):
                 return False
-        except DriverError as error:
-            if error.index is None or not begin:
-                raise
-            raise error.at(begin + error.index) from error
-        begin += part
-    return True
+            begin += made.end
+        return True
+
+
+def _batch(state: DeviceState) -> Batch:
+    """That of all copies that name no memory."""
+    known: dict[int, Batch] = state.bound[_NAME]
+    return known.get(0) or known.setdefault(0, Batch(state))
 
 
 def fits(state: DeviceState, stream: int) -> bool:
@@ -147,7 +170,7 @@ def enqueue(
         return
     addresses = [int(v.ctypes.data) for v in (d.dst, d.src, d.sizes)]
     try:
-        if _run(state, operation, addresses, len(d), most):
+        if _batch(state).run(operation, addresses, len(d), most):
             return
     except DriverError as error:
         if error.index is None:
@@ -157,15 +180,20 @@ def enqueue(
 
 
 def submit_short(
-    state: DeviceState, stream: int, addresses: tuple[int, int, int], count: int, refs: object
+    state: DeviceState,
+    stream: int,
+    addresses: tuple[int, int, int],
+    count: int,
+    refs: object,
+    batch: Batch | None = None,
 ) -> Completion | None:
     """Enqueue copies that `fits` by the addresses of their destinations, sources and sizes; see `submit`.
 
-    None, and nothing is enqueued, where a capture is in progress on the stream.
+    None, and nothing is enqueued, where a capture is in progress on the stream, or the `batch` finds other memory.
     """
     operation = state.completions.begin(stream)
     try:
-        if _run(state, operation, addresses, count, None):
+        if (batch or _batch(state)).run(operation, addresses, count):
             return operation.commit(refs)
     except BaseException:
         operation.abort()

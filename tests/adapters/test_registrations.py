@@ -12,8 +12,8 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import copies, deferred_errors, sglang, sglang_direct, vllm
-from kvraw.adapters.lmcache import _objects, _place
+from kvraw.adapters import copies, deferred_errors, sglang, sglang_direct, tensors, vllm
+from kvraw.adapters.lmcache import _objects
 from kvraw.copying import pointer_tables
 from kvraw.copying.device_state import device_state
 from kvraw.copying.places import find_ranges
@@ -146,7 +146,7 @@ def test_lmcache_objects_side_by_side_are_no_one_copy(
     assert w.stream is not None
     handle = w.stream.handle
     monkeypatch.setenv("KVRAW_ENGINE", "copy")
-    monkeypatch.setattr(_place, "_raw_stream", lambda device: handle)
+    monkeypatch.setattr(tensors, "_raw_stream", lambda device: handle)
     host, array = Pieces(fake, w, 2, 2), np.random.default_rng(1).integers(0, 256, (4, 2, 16), dtype=np.uint8)
     cache, d = w.put("device", array), ops.PageBufferShapeDesc()
     d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size = 1, 1, 4, 2, 1, 16, 1
@@ -237,12 +237,12 @@ def test_tensors_that_are_given_other_memory_or_another_shape(w: TorchLike) -> N
 
     def make() -> Any:
         made.append(1)
-        return sglang_direct._Ready(None, copies.bound_copies(()), (0, 0))
+        return sglang_direct.Known(None, copies.bound_copies((), ()), (0, 0))
 
     for _ in range(2):
-        sglang_direct._known(("test",), ("src", "dst"), group, group, make)
+        sglang_direct.known(("test",), ("src", "dst"), group, group, make)
     group[3].shape, group[3]._strides = (16, 8), (8, 1)
-    sglang_direct._known(("test",), ("src", "dst"), group, group, make)
+    sglang_direct.known(("test",), ("src", "dst"), group, group, make)
     assert len(made) == 2
     state, table = device_state(0), w.put("device", np.array([4096, 8192], np.uint64))
     assert w.stream is not None

@@ -19,7 +19,8 @@ import pytest
 import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw import codec
-from kvraw.adapters.lmcache import _memory, _place, _recorders
+from kvraw.adapters import tensors
+from kvraw.adapters.lmcache import _memory, _recorders
 from kvraw.codec import arena
 from kvraw.codec.streams import dense
 from kvraw.copying import kernel_args as ka
@@ -164,7 +165,7 @@ def test_pinned_memory_is_given_back_behind_copies_by_address(
 ) -> None:
     w = World(0)
     handle = w.stream.handle
-    monkeypatch.setattr(_place, "_raw_stream", lambda device: handle)
+    monkeypatch.setattr(tensors, "_raw_stream", lambda device: handle)
     with DeviceScope(0):
         address = ops.alloc_pinned_ptr(1 << 16)
         ops.lmcache_memcpy_async(address, w.memory.address, 4096, ops.D2H, 0, 4096)

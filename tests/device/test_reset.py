@@ -7,7 +7,7 @@ import pytest
 
 import kvraw
 from kvraw import codec
-from kvraw.adapters import sglang_direct, vllm
+from kvraw.adapters import sglang_direct
 from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _planned, _utilities
 from kvraw.codec import arena
 from kvraw.copying import places, pointer_tables
@@ -203,7 +203,6 @@ def test_what_adapters_keep_is_forgotten(fake: FakeDriver) -> None:
     tables = [m._known for m in (_memo, _paged, _groups, _blend_groups, _utilities)]
     tables += [_planned._bits, _pageable._free, pointer_tables._tables]
     tables += [
-        vllm._swaps,
         places._places,
         sglang_direct._by_value,
         sglang_direct._by_identity,

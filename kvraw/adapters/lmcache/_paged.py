@@ -13,6 +13,7 @@ from kvraw import config
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._types import ArgumentError
+from kvraw.adapters.tensors import flatten
 from kvraw.arrays import U64, is_pointer, pointer_vector, tensor_view
 from kvraw.cache import require_host
 from kvraw.copying.plan import Side
@@ -181,10 +182,6 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "data_ptr") and hasattr(value, "stride")
 
 
-def _flatten(tensors: Any) -> list[Any]:
-    return [x for t in tensors for x in _flatten(t)] if isinstance(tensors, (list, tuple)) else [tensors]
-
-
 def views_of(name: str, tensors: Any) -> Any:
     """The tensors of lists as what discovery takes."""
     return [views_of(name, t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensor_view(tensors, name)
@@ -201,7 +198,7 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
     `block_size` matters where blocks and tokens are one axis, and `row`, the elements of a token of one layer and
     plane, where a shape can be read in several ways.
     """
-    flat = _flatten(tensors)
+    flat = flatten(tensors)
     if not flat or not all(is_tensor(t) for t in flat):
         raise TypeError("the paged cache must hold tensors, or be a 1-D tensor of addresses")
     try:

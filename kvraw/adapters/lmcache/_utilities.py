@@ -13,6 +13,7 @@ from kvraw.adapters.lmcache._ids import ids_of
 from kvraw.adapters.lmcache._paged import Paged, from_tensors, views_of
 from kvraw.adapters.lmcache._place import tensor_device
 from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
+from kvraw.adapters.tensors import flatten
 from kvraw.arrays import pointer_vector
 from kvraw.layouts.discovery import discover
 from kvraw.layouts.engine_shapes import shapes_of
@@ -63,15 +64,11 @@ class _Found:
         return part.row // part.layout.geometry.element_size
 
 
-def _flatten(tensors: Any) -> list[Any]:
-    return [x for t in tensors for x in _flatten(t)] if isinstance(tensors, (list, tuple)) else [tensors]
-
-
 def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_kv_format: Any) -> _Found:
     tensors: Any = list(kv_caches.values())
     if not tensors:
         raise ValueError("kv_caches is empty. Cannot compute KV layout.")
-    flat, hints = _flatten(tensors), hints or {}
+    flat, hints = flatten(tensors), hints or {}
     number = None if engine_kv_format is None else format_of(engine_kv_format)
     for t in flat:
         require_memory("kv_caches", t)
@@ -163,7 +160,7 @@ def compute_kv_layout(
         There are no tensors, or they fit no format.
     """
     found = _find(kv_caches, layout_hints, None)
-    g, first = found.paged.geometry, _flatten(list(kv_caches.values()))[0]
+    g, first = found.paged.geometry, flatten(list(kv_caches.values()))[0]
     dtype = str(first.dtype).replace("torch.", "")
     return g.block_size, g.layers, found.hidden, dtype, EngineKVFormat(found.number)
 
@@ -222,7 +219,7 @@ def gather_paged_kv_to_cpu(
 def _new(kv_caches: Mapping[str, Any], shape: tuple[int, ...], count: int, device: int | None) -> list[Any]:
     import torch
 
-    dtype = _flatten(list(kv_caches.values()))[0].dtype
+    dtype = flatten(list(kv_caches.values()))[0].dtype
     return [torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device is not None) for _ in range(count)]
 
 

@@ -6,6 +6,7 @@ import bisect
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -344,7 +345,7 @@ def note_edges(d: CudaDriver, edges: set[int]) -> bool:
 def cut_list(d: CudaDriver) -> Callable[[], list[int]]:
     """A function for the ascending addresses that no copy may span, which takes no lock and asks nothing."""
     book = _book(d)
-    return lambda: book.listed
+    return partial(getattr, book, "listed")
 
 
 def cuts_with(more: Sequence[int] | U64 = ()) -> U64:
