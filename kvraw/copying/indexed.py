@@ -181,7 +181,12 @@ class IndexedLaunch:
                 if count != self._count:
                     self._shape(count)
                 values[self._stream], values[self._event] = stream, operation._event  # type: ignore[assignment]
-                return operation.run_whole(program, refs)
+                operation.enqueued.append(stream)
+                operation.recorded = program.run()
+            if operation.recorded:
+                return operation.commit(refs)
+            operation.abandon()
+            return None
         except BaseException:
             operation.abort()
             raise

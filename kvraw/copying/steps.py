@@ -108,7 +108,12 @@ class BoundSteps:
                 values[self._stream] = stream
                 values[self._event] = operation._event  # type: ignore[assignment]
                 values[self._written : self._written + len(words)] = memoryview(array("Q", words))
-                return operation.run_whole(program, refs)
+                operation.enqueued.append(stream)
+                operation.recorded = program.run()
+            if operation.recorded:
+                return operation.commit(refs)
+            operation.abandon()
+            return None
         except BaseException:
             operation.abort()
             raise

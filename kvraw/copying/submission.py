@@ -57,20 +57,6 @@ class _Calls:
         c.record(event, stream)
         self.program = Program(c, state.owner, release=ends[-1] > _SHORT)
 
-    def run(self, operation: Operation, addresses: Sequence[int], count: int, begin: int) -> bool:
-        """Enqueue the first copies behind `begin`, and the operation's event."""
-        values, at = self.program.values, self.at
-        with self.lock:
-            values[at], values[at + 1] = operation.stream, operation._event  # type: ignore[assignment]
-            values[at + 2], values[at + 3], values[at + 4] = (a + 8 * begin for a in addresses)
-            values[at + 5] = min(count - begin, self.end) - self.starts[-1]
-            try:
-                return operation.run(self.program)
-            except DriverError as error:
-                if error.index is None or error.command is None:
-                    raise
-                raise error.at(begin + self.starts[error.command - self.first] + error.index) from error
-
 
 class Batch:
     """Any number of copies in batch calls, as programs.
@@ -102,9 +88,22 @@ class Batch:
             made = self._made.get((most, calls))
             if made is None:
                 made = self._made.setdefault((most, calls), _Calls(self.state, self._pinned, ends[:calls]))
-            if not made.run(operation, addresses, count, begin):
+            values, at = made.program.values, made.at
+            with made.lock:
+                values[at], values[at + 1] = operation.stream, operation._event  # type: ignore[assignment]
+                values[at + 2], values[at + 3], values[at + 4] = addresses
+                values[at + 5] = min(count - begin, made.end) - made.starts[-1]
+                try:
+                    operation.enqueued.append(operation.stream)
+                    done = operation.recorded = made.program.run()
+                except DriverError as error:
+                    if error.index is None or error.command is None:
+                        raise
+                    raise error.at(begin + made.starts[error.command - made.first] + error.index) from error
+            if not done:
                 return False
             begin += made.end
+            addresses = [start + 8 * made.end for start in addresses] if begin < count else addresses
         return True
 
 
@@ -195,11 +194,11 @@ def submit_short(
     try:
         if (batch or _batch(state)).run(operation, addresses, count):
             return operation.commit(refs)
+        operation.abandon()
+        return None
     except BaseException:
         operation.abort()
         raise
-    operation.abort()
-    return None
 
 
 def submit_as_one(

@@ -242,15 +242,10 @@ class Operation(Completion):
             del enqueued[before:]
         return done
 
-    def run_whole(self, program: Runs, refs: object) -> Completion | None:
-        """`run` and `commit` for a program without ids; where it enqueued nothing, `abort` and None."""
-        self.enqueued.append(self.stream)
-        self.recorded = program.run()
-        if self.recorded:
-            return self.commit(refs)
+    def abandon(self) -> None:
+        """`abort` where a program enqueued nothing."""
         self.enqueued.clear()
         self.abort()
-        return None
 
     def commit(self, refs: object) -> Completion:
         """Record the event on the stream behind all that was enqueued, and keep `refs` until it is reached."""

@@ -67,7 +67,7 @@ def test_functions_of_a_kernel_operation(fake: FakeDriver, monkeypatch: pytest.M
     case.expect(SRC, DST)
     assert "_launch_anew" not in names
     assert IndexedLaunch.enqueue.__name__ in names
-    assert len(names) <= 24, names
+    assert len(names) <= 23, names
 
 
 Call = Callable[[], None]
