@@ -19,6 +19,7 @@ from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.kernel import THREADS, KernelPlan
 from kvraw.copying.operands import DeviceTable, Operands, check_entries, check_host_index, require_index
 from kvraw.copying.plan import CopyPlan, Side
+from kvraw.copying.planner import Choice
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.runtime.completion import Completion, Operation
 from kvraw.runtime.context import DeviceScope
@@ -32,6 +33,7 @@ Reached = AddressTable
 _NONE = np.zeros(0, np.uint64)
 _GPU_ENGINES = ("kernel", "copy", "staged")
 _HOST_ENGINES = ("cpu", "reference")
+_KERNEL = Choice("kernel", "asked for", 0.0)
 
 
 class Copy:
@@ -210,6 +212,8 @@ class PreparedCopy:
         dst_index: Any = None,
         first: int = 0,
         stream: Any = None,
+        engine: str | None = None,
+        on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
     ) -> Copy:
         """Copy items `first` to `first + count`; on a GPU, enqueue the copy on `stream`.
@@ -224,6 +228,10 @@ class PreparedCopy:
             Index of each item, at least `first + count` values; None: the item itself.
         stream : object
             As for `kvraw.store`; a GPU needs one.
+        engine : str, optional
+            "kernel": by a kernel, whatever else could carry this call out.
+        on_error : callable, optional
+            Receives what kernels find in indices on the device, where nobody waits for the copy.
         refs : object
             Kept alive until the copy is over.
 
@@ -248,10 +256,12 @@ class PreparedCopy:
             return Copy(None, "none")
         with DeviceScope(self.device):
             call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
-            call.capturing = driver().stream_capturing(handle)
+            call.capturing, call.on_error = driver().stream_capturing(handle), on_error
             kept = (refs, call, src, dst, src_index, dst_index)
-            completion, engine = self.bound.submit(device_state(self.device), handle, call, kept)
-        return Copy(completion, engine, self.device)
+            completion, chosen = self.bound.submit(
+                device_state(self.device), handle, call, kept, _KERNEL if engine == "kernel" else None
+            )
+        return Copy(completion, chosen, self.device)
 
     def call(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0

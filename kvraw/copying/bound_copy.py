@@ -97,13 +97,15 @@ class BoundCopy:
         """The engine of a call; the device's context is current."""
         return self.chooser.choose(state, call)
 
-    def submit(self, state: DeviceState, stream: int, call: Call, refs: object) -> tuple[Completion, str]:
+    def submit(
+        self, state: DeviceState, stream: int, call: Call, refs: object, choice: Choice | None = None
+    ) -> tuple[Completion, str]:
         """Enqueue a call as an operation of its own on a stream, and keep `refs` until it is over; with its engine.
 
         On the legacy default stream, which the copy engine's batch call refuses, it takes its place in the stream's
         order from a stream of ours. The device's context is current.
         """
-        choice = self.choose(state, call)
+        choice = choice or self.choose(state, call)
         if choice.engine == "copy":
             pageable = call.src.pageable or call.dst.pageable
 
@@ -423,7 +425,7 @@ _UNCHECKED = IdCheck("", None, False)
 
 def _run(operation: Operation, bound: BoundCall, run: Callable[..., bool], *args: object) -> bool:
     """Run a bound program for an operation by one of its methods, and note where it enqueued."""
-    event = operation.event
+    event = operation._event
     assert event is not None
     enqueued = operation.enqueued
     enqueued.append(operation.stream)

@@ -46,6 +46,7 @@ class BoundSteps:
         copies, jobs = c.value(3 * sum(n for n, _ in order)), c.value(IndexedLaunch.JOB * len(self._numbers))
         self._stream, self._event = stream.index, event.index
         self._written = asked.index
+        c.on_device(state.device)
         c.uncaptured(stream)
         for k in range(asked.index, asked.index + 2 * asks, 2):
             c.same_memory(Value(k), Value(k + 1))
@@ -92,8 +93,8 @@ class BoundSteps:
             stream, or other memory lies at an address.
         """
         state, program, launches = self.state, self._program, self._launches
-        if state.owner.context_device() != state.device:  # ahead of all: events are made in the current context
-            return None
+        if not state.completions.events and state.owner.context_device() != state.device:
+            return None  # ahead of all: an event would be made in the current context
         operation = state.completions.begin(stream)
         try:
             sink = on_error if len(self._used) == 1 else once(on_error)

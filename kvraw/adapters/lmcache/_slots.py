@@ -145,25 +145,25 @@ class _Rows:
         if device is None:
             if tensor.device.type != "cpu":
                 raise PlacementError(f"the tokens lie on device {tensor.device.index}, the cache in host memory")
-            self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream, captured)
+            self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream)
             return
         if tensor.device.type != "cpu":
             if tensor.device.index not in (None, device):
                 raise PlacementError(f"the tokens lie on device {tensor.device.index}, the cache on device {device}")
-            self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream, captured)
+            self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream)
             return
         with DeviceScope(device):
             where = locate(address, self._span)
             if where.device_address:
                 self._pinned = pinned_at(address)
-                self._copies.run(self._reached(address, where), ids, skip, count, stream, captured)
+                self._copies.run(self._reached(address, where), ids, skip, count, stream)
                 return
             require_no_capture(captured)
             stand_ins = StandIns([(address, self._span)], device, fill=True)
             address = stand_ins.addresses[0]
             ids = ids._replace(owner=(ids.owner, stand_ins))
             reached, waited = self._reached(address, locate(address, self._span)), self.to_host
-            done = self._copies.run(reached, ids, skip, count, stream, captured, waited=waited)
+            done = self._copies.run(reached, ids, skip, count, stream, waited=waited)
         if waited and done is not None:
             try:
                 done.wait()
