@@ -14,7 +14,6 @@ from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._objects import object_side, reach
-from kvraw.adapters.lmcache._pageable import StandIns, pageable, require_no_capture
 from kvraw.adapters.lmcache._paged import (
     PLANES,
     Counts,
@@ -29,10 +28,12 @@ from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import IndexVector, is_pointer, tensor_view
 from kvraw.cache import PagedCache
+from kvraw.copying.bounce import BounceBuffers, pageable, require_no_capture
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.repeat import RepeatedCalls
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS
+from kvraw.memo import Memo
 from kvraw.plain import odd, unusable
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
@@ -121,7 +122,7 @@ class Blocks:
         self._open = config.ENGINE.get() in ("auto", "kernel")
         self._plan: TransferPlan | None = None
         self._repeated: RepeatedCalls | None = None
-        self._rows: dict[tuple[int, ...], Any] = {}
+        self._rows: Memo[tuple[int, ...], Any] = Memo(_ROWS)
         self._pinned = (0, 0, 0, 0)  # where objects lay in pinned memory, as `pinned_at`
         self._state: DeviceState | None = None
         if paged.whole:
@@ -183,10 +184,8 @@ class Blocks:
                 return row
             found = _ASK  # the memory was freed, and other memory lies there
         if found is None or found is _ASK:
-            if len(self._rows) >= _ROWS:
-                self._rows.clear()
             if not known and found is None:
-                self._rows[key] = _ASK
+                self._rows.keep(key, _ASK)
                 return None
             addresses = np.array(places, np.uint64)
             assert self.paged.device is not None
@@ -311,18 +310,18 @@ class Blocks:
         assert self.paged.device is not None
         # Rows that are left out keep what they hold, so the buffers hold it as well; bad ids on the device are.
         partial = skip > 0 or ids.count < len(places) * self.per_object or ids.host is None
-        stand_ins = StandIns(
+        buffers = BounceBuffers(
             [(places[at], self.nbytes) for at in bad], self.paged.device, fill=partial or not self.to_host
         )
         places = list(places)
-        for at, address in zip(bad, stand_ins.addresses, strict=True):
+        for at, address in zip(bad, buffers.addresses, strict=True):
             places[at] = address
-        done = self._copy(places, False, ids._replace(owner=(ids.owner, stand_ins)), skip, stream, False, self.to_host)
+        done = self._copy(places, False, ids._replace(owner=(ids.owner, buffers)), skip, stream, False, self.to_host)
         if self.to_host:
             try:
                 done.wait()
             finally:
-                stand_ins.copy_back()
+                buffers.copy_back()
 
 
 def blocks_of(paged: Paged, to_host: bool, tokens: int) -> Blocks:

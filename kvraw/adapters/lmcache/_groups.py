@@ -11,9 +11,9 @@ from kvraw.adapters.deferred_errors import error_sink, pending, pending_of, rais
 from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host, cuts
 from kvraw.adapters.lmcache._objects import object_side, reach
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
-from kvraw.adapters.lmcache._phases import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._place import current_stream, device_index
 from kvraw.adapters.lmcache._planned import enqueue_stage, pieces, stages, tables_of
+from kvraw.adapters.lmcache._recorders import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._types import (
     ArgumentError,
     BatchStep,
@@ -26,6 +26,7 @@ from kvraw.addresses import FIRST, TOP
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
 from kvraw.copying.steps import BoundSteps
+from kvraw.memo import Memo
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.driver import driver
@@ -91,7 +92,7 @@ class _Group:
         return tables, objects
 
 
-_known: dict[tuple[object, ...], _Group] = {}
+_known: Memo[tuple[object, ...], _Group] = Memo(_MOST)
 at_reset(_known.clear)
 
 
@@ -104,10 +105,7 @@ def _group(at: int, spec: KernelGroupSpec, to_host: bool, device: int | None) ->
     )
     found = _known.get(key)
     if found is None:
-        found = _Group(at, spec, to_host, device)
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[key] = found
+        found = _known.keep(key, _Group(at, spec, to_host, device))
     if spec.block_ids_capacity < 0 or (spec.block_ids_capacity and not spec.block_ids_base):
         raise ArgumentError(f"kernel group {at}: block_ids_base is null")
     return found
@@ -147,7 +145,7 @@ class _Repeats:
     """Plans whose groups were carried out before, as one program: what is staged and launched, in which order."""
 
     def __init__(self) -> None:
-        self._programs: dict[tuple[object, ...], BoundSteps | None] = {}
+        self._programs: Memo[tuple[object, ...], BoundSteps] = Memo(_MOST)
         self._pinned: dict[int, tuple[int, int, int, int]] = {}
         self._states: dict[int, DeviceState] = {}
 
@@ -223,11 +221,9 @@ class _Repeats:
         key = (to_host, len(asked), *order, *map(id, launches))
         program = self._programs.get(key)
         if program is None or program.state is not state:
-            if len(self._programs) >= _MOST:
-                self._programs.clear()
-            program = self._programs[key] = BoundSteps(
-                state, [one for one in launches if one is not None], order, not to_host, len(asked) // 2
-            )
+            chosen_launches = [one for one in launches if one is not None]
+            program = BoundSteps(state, chosen_launches, order, not to_host, len(asked) // 2)
+            self._programs.keep(key, program)
         return program.enqueue(current_stream(device), asked, copies, jobs, pending_of(device)) is not None
 
 

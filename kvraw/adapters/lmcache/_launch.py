@@ -13,6 +13,7 @@ from kvraw.arrays import U64, IndexVector
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
 from kvraw.errors import BoundsError
+from kvraw.memo import Memo
 from kvraw.prepared import Copy, PreparedCopy, Reached
 from kvraw.runtime.driver import driver
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from kvraw.adapters.lmcache._paged import Paged
 
 __all__ = ["Copies"]
-
-
-_MOST = 64  # kinds of calls whose launches are kept
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +42,7 @@ class Copies:
     each: list[PreparedCopy]
     index: str
     kernel: bool
-    _bound: dict[tuple[int, ...], IndexedLaunch | None] = field(default_factory=dict)
+    _bound: Memo[tuple[int, ...], IndexedLaunch | None] = field(default_factory=lambda: Memo(64))
     _state: DeviceState | None = None
 
     def repeat(
@@ -109,9 +107,7 @@ class Copies:
     def _bind(self, key: tuple[int, ...], state: DeviceState) -> IndexedLaunch | None:
         """The launch of a kind of calls, from its second call on; None where there is none."""
         again = key in self._bound
-        if len(self._bound) >= _MOST:
-            self._bound.clear()
-        self._bound[key] = None
+        self._bound.keep(key, None)
         if not again or len(self.each) != 1 or not self.kernel or self.paged.parts[0].at:
             return None
         entries, bits, width, link, asks = key

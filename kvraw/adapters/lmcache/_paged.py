@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -20,9 +19,9 @@ from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import PlacementError
 from kvraw.layouts.formats import FORMATS
 from kvraw.layouts.geometry import CacheLayout, Geometry
+from kvraw.memo import Memo
 from kvraw.plain import require_memory, require_plain
 from kvraw.prepared import PreparedCopy, Reached
-from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.memory import locate_all
 
@@ -100,7 +99,7 @@ class Paged:
     addresses: U64
     parts: tuple[Part, ...]
     device: int | None
-    plans: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    plans: Memo[tuple[object, ...], Any] = field(default_factory=lambda: Memo(256))
     tables: list[Reached] = field(default_factory=list)
 
     @property
@@ -122,9 +121,7 @@ class Paged:
         """What was made for a key before, or is made now."""
         found: T | None = self.plans.get(key)
         if found is None:
-            if len(self.plans) > 256:
-                self.plans.clear()
-            found = self.plans[key] = make()
+            found = self.plans.keep(key, make())
         return found
 
     def reached(self) -> list[Reached]:
@@ -216,8 +213,7 @@ def parts_of(
     return (Part(layout, row=heads * head_size * c.element),)
 
 
-_lock = fork.lock()
-_known: OrderedDict[tuple[object, ...], Paged] = OrderedDict()
+_known: Memo[tuple[object, ...], Paged] = Memo(256)
 at_reset(_known.clear)
 
 
@@ -225,11 +221,7 @@ def interned(key: tuple[object, ...], make: Callable[[], Paged]) -> Paged:
     """The cache of a key, so that what was made ready for it is found again; the last 256 are kept."""
     found = _known.get(key)
     if found is None:
-        found = make()
-        with _lock:
-            _known[key] = found
-            while len(_known) > 256:
-                _known.popitem(last=False)
+        found = _known.keep(key, make())
     return found
 
 

@@ -18,6 +18,7 @@ from kvraw.cache import require_host
 from kvraw.copying.device_state import DeviceState
 from kvraw.copying.operands import Operands, check_host_index, require_index
 from kvraw.errors import PlacementError
+from kvraw.memo import Memo
 from kvraw.prepared import DeviceTable, PreparedCopy, Reached
 from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import at_reset
@@ -33,7 +34,7 @@ Stage = tuple[int, int, int, int]  # a staging copy: destination, source, bytes,
 
 _TOP = 2**64
 _NONE = np.zeros(0, np.uint64)
-_bits: dict[tuple[int, int, int], int] = {}
+_bits: Memo[tuple[int, int, int], int] = Memo(4096)
 at_reset(_bits.clear)
 
 
@@ -60,9 +61,7 @@ def _table_bits(name: str, address: int, entries: int, device: int, stream: int 
     """
     key = (device, address, entries)
     if key not in _bits and stream is not None:
-        _bits[key] = int(np.bitwise_or.reduce(_fetch(name, address, entries, device, stream))) % 16
-        if len(_bits) > 4096:
-            _bits.pop(next(iter(_bits)))
+        _bits.keep(key, int(np.bitwise_or.reduce(_fetch(name, address, entries, device, stream))) % 16)
     return _bits.get(key, 8)
 
 

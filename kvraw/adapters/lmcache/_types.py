@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from kvraw.errors import KvrawError
+from kvraw.memo import Memo
 
 __all__ = [
     "BatchStep",
@@ -164,7 +165,7 @@ def format_of(engine_kv_format: Any) -> int:
     return value
 
 
-_ways: dict[tuple[Any, ...], tuple[bool, int]] = {}
+_ways: Memo[tuple[Any, ...], tuple[bool, int]] = Memo(256)
 
 
 def way_of(direction: Any, engine_kv_format: Any) -> tuple[bool, int]:
@@ -176,13 +177,9 @@ def way_of(direction: Any, engine_kv_format: Any) -> tuple[bool, int]:
         return direction_of(direction), format_of(engine_kv_format)
     except KeyError:
         pass
-    found = direction_of(direction), format_of(engine_kv_format)
-    if len(_ways) < _MOST_WAYS:
-        _ways[key] = found
-    return found
+    return _ways.keep(key, (direction_of(direction), format_of(engine_kv_format)))
 
 
-_MOST_WAYS = 256
 _CROSS_LAYER, _KV_LIST, _MLA = (0, 8), (4, 9), (3, 5, 14, 17)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
 from kvraw.arrays import pointer_vector, tensor_view
 from kvraw.layouts.discovery import discover
 from kvraw.layouts.formats import FORMATS
+from kvraw.memo import Memo
 from kvraw.plain import require_memory
-from kvraw.runtime import fork
 from kvraw.runtime.context import at_reset
 
 if TYPE_CHECKING:
@@ -32,8 +31,7 @@ _REFERENCE = {12: 10, 13: 11}
 # The order of heads and tokens by vLLM's names, which say that K and V are one row: versions that know them say so.
 _POOLS = {"BLHNC": "HND", "BLNHC": "NHD", "LBHNC": "HND", "LBNHC": "NHD"}
 _NUMBERS = {"BLPTHD": 0, "PBTHD": 1, "BPTHD": 2, "BTD": 3, "PBHTD": 6, "BPHTD": 7, "BLPHTD": 8, "BHTD": 12, "BTHD": 13}
-_lock = fork.lock()
-_known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
+_known: Memo[tuple[object, ...], _Found] = Memo(64)
 at_reset(_known.clear)
 
 
@@ -71,11 +69,7 @@ def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_
     key = (on_error, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
     found = _known.get(key)
     if found is None:
-        found = _read(tensors, flat[0], hints, number)
-        with _lock:
-            _known[key] = found
-            while len(_known) > 64:
-                _known.popitem(last=False)
+        found = _known.keep(key, _read(tensors, flat[0], hints, number))
     return found
 
 
