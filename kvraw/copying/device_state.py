@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvraw.arrays import U64
+from kvraw.copying.pace import PaceWords
 from kvraw.copying.staging_ring import StagingRings
 from kvraw.copying.status_words import StatusPages
 from kvraw.runtime import fork
@@ -56,6 +57,7 @@ class DeviceState:
         self.status = StatusPages(device)
         self.multiprocessors = d.device_attribute(device, "MULTIPROCESSOR_COUNT")
         self.arena = StagingRings(device)
+        self.paces = PaceWords(device)
         # What adapters made ready for this device, by a name of theirs: it ends with the context.
         self.bound: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
         self.fences: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
@@ -98,6 +100,7 @@ class DeviceState:
         for upload in [self.take_upload(words) for words in uploads]:
             self.give_upload(upload)
         self.status.get_ready()
+        self.paces.address("store")
         for direction in ("store", "load", "copy"):
             self.side_stream(direction)
 

@@ -9,7 +9,7 @@ import numpy as np
 from kvraw.arrays import U64
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import DeviceState
-from kvraw.copying.kernel import KernelPlan, copy_kernel, launch_shape
+from kvraw.copying.kernel import KernelPlan, launch_shape, set_pace
 from kvraw.copying.operands import DeviceTable
 from kvraw.errors import BoundsError
 from kvraw.runtime import fork
@@ -45,6 +45,8 @@ class IndexedLaunch:
         The alignment of the base addresses that calls give, or-ed together.
     asks : bool
         Calls name an address and the number that the driver gave the memory there, which must still be the same.
+    rate, way : float, str
+        Bytes a second that the launch keeps to, and the direction whose link it shares; 0: it keeps to none.
 
     Raises
     ------
@@ -82,6 +84,8 @@ class IndexedLaunch:
         link: bool = True,
         bits: int = 0,
         asks: bool = False,
+        rate: float = 0.0,
+        way: str = "store",
     ) -> None:
         self._state, self.plan, self._lock = state, plan, fork.lock()
         block = self._block = ArgumentBlock(ka.ARGS)
@@ -113,7 +117,7 @@ class IndexedLaunch:
         self._long: U64 = long
         self._words: memoryview[int] = memoryview(block.record.view("u1").data).cast("B").cast("Q")
         self._index = tuple(ka.INDEX[k] if widths[k] else -1 for k in (0, 1))
-        self._most, self._count, self._grid = plan.most_ctas(link, state.multiprocessors), -1, (0, 0)
+        self._most, self._count, self._grid = plan.most_ctas(link, state.multiprocessors, rate > 0), -1, (0, 0)
         c = Commands()
         stream, event, ctas, threads = c.value(), c.value(), c.value(), c.value()
         self._asked = -1
@@ -125,7 +129,8 @@ class IndexedLaunch:
             c.same_memory(asked, Value(asked.index + 1))
         for address, number in pinned:
             c.same_memory(address, number)
-        self._kernel, self._jobs = copy_kernel(width).handle_for(state.owner), dict[int, tuple[int, int, int]]()
+        self._kernel = set_pace(block, width, state, rate, way).handle_for(state.owner)
+        self._jobs: dict[int, tuple[int, int, int]] = {}
         c.launch(self._kernel, ctas, threads, stream, block.address)
         c.record(event, stream)
         self._program = Program(c, state.owner)

@@ -15,6 +15,7 @@ from kvraw.arrays import U64
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import DeviceState, Upload
 from kvraw.copying.operands import Operands
+from kvraw.copying.pace import SLACK, require_rate
 from kvraw.copying.plan import CopyPlan
 from kvraw.errors import BoundsError, UnsupportedDriverError
 from kvraw.ptx.loader import read_ptx
@@ -23,10 +24,11 @@ from kvraw.runtime.completion import Operation
 from kvraw.runtime.driver import CudaDriver
 from kvraw.runtime.module import ArgumentBlock, Kernel
 
-__all__ = ["KernelPlan", "copy_kernel", "kernels_barred", "launch_shape"]
+__all__ = ["KernelPlan", "copy_kernel", "kernels_barred", "launch_shape", "set_pace"]
 
 THREADS = 1024
 _KINDS = 64  # kinds of calls of a plan whose arrangement is kept
+PACED_CTAS = 2  # reach any rate worth keeping to, and more of them are worse neighbours at the same rate
 LINK_CTAS = 16  # saturates PCIe 5 x16 on an H200 with margin (benchmarks/README.md)
 _SIDES = ("src", "dst")
 
@@ -35,9 +37,10 @@ _barred: weakref.WeakKeyDictionary[CudaDriver, str] = weakref.WeakKeyDictionary(
 
 
 @functools.cache
-def copy_kernel(width: int) -> Kernel:
-    """The copy kernel for accesses of `width` bytes."""
-    return Kernel(read_ptx(f"copy_v{width}.ptx"), f"kvraw_copy_v{width}")
+def copy_kernel(width: int, paced: bool = False) -> Kernel:
+    """The copy kernel for accesses of `width` bytes; `paced`: the one that can keep to a rate."""
+    name = f"copy{'_paced' * paced}_v{width}"
+    return Kernel(read_ptx(f"{name}.ptx"), f"kvraw_{name}")
 
 
 def kernels_barred(d: CudaDriver, width: int) -> str:
@@ -91,6 +94,16 @@ def _arrangement(lengths: tuple[int, int, int, int]) -> tuple[list[_Piece], int]
     return pieces, ends[0]
 
 
+def set_pace(block: ArgumentBlock, width: int, state: DeviceState, rate: float, way: str) -> Kernel:
+    """Write a rate into a block whose width is written; the kernel for it."""
+    require_rate(rate)
+    if rate:
+        words = block.record.view(np.uint64)
+        words[ka.PACE], words[ka.PACE_SLACK] = state.paces.address(way), SLACK * ka.TICKS
+        block.record.view(np.uint32)[ka.PACE_COST] = ka.pace_cost(block.record, width, rate)
+    return copy_kernel(width, rate > 0)
+
+
 class BoundLaunch:
     """A launch of the copy kernel whose arguments lie ready, all but ids and addresses: these are written into them.
 
@@ -109,10 +122,23 @@ class BoundLaunch:
         What is to be added to addresses for the table that was not given.
     count : int
         Ids.
+    pace_address : int
+        Where the 32-bit word of the pace lies, which `pace_word` gives; of use to a launch that was bound with a rate.
     """
 
     __slots__ = (
-        *("_block", "count", "ctas", "index_addresses", "kernel", "params", "status_address", "table_addresses"),
+        *(
+            "_block",
+            "_width",
+            "pace_address",
+            "count",
+            "ctas",
+            "index_addresses",
+            "kernel",
+            "params",
+            "status_address",
+            "table_addresses",
+        ),
         *("table_offset", "threads"),
     )
 
@@ -124,12 +150,20 @@ class BoundLaunch:
         indices: list[int],
         tables: list[int],
         count: int,
+        width: int,
     ) -> None:
+        self._width = width
         self._block, self.kernel, self.params, self.count = block, kernel, block.address, count
         self.ctas, self.threads = grid
         self.index_addresses, self.table_addresses = indices, tables
         self.table_offset = 0
         self.status_address = int(block.record.ctypes.data) + 8 * ka.STATUS
+        self.pace_address = int(block.record.ctypes.data) + 4 * ka.PACE_COST
+
+    def pace_word(self, rate: float) -> int:
+        """What has the launch keep to another rate in bytes a second; 0: to none."""
+        require_rate(rate)
+        return ka.pace_cost(self._block.record, self._width, rate)
 
 
 class KernelPlan:
@@ -172,17 +206,17 @@ class KernelPlan:
         self._kind: tuple[object, ...] = ()
         self._kinds: dict[tuple[object, ...], tuple[list[_Piece], int, list[int]]] = {}
         self._pieces: list[_Piece] = []
-        self._upload_words = self._width = self._segments = 0
-        self._last_bits = -1
+        self._upload_words = self._segments = 0
+        self._last_bits, self._rate = -1, 0.0
         self._kernel = copy_kernel(16)
-        self._grid, self._shaped = (0, 0), (0, False)
+        self._grid, self._shaped = (0, 0), (0, False, 0.0)
         self._written: list[U64 | None] = [None, None]  # tables that stand in the words already
         self._bits: list[int] = [0, 0]
         ka.fill_plan(self._block.record, plan)
 
-    def most_ctas(self, link: bool, multiprocessors: int) -> int:
-        """Most thread blocks of a launch; `link` says that host memory takes part."""
-        return self.ctas or (LINK_CTAS if link else 2 * multiprocessors)
+    def most_ctas(self, link: bool, multiprocessors: int, paced: bool = False) -> int:
+        """Most thread blocks of a launch; `link` says that host memory takes part, `paced` that it keeps to a rate."""
+        return self.ctas or (PACED_CTAS if paced else LINK_CTAS if link else 2 * multiprocessors)
 
     def enqueue(
         self,
@@ -197,6 +231,8 @@ class KernelPlan:
         stream: int | None = None,
         origin: int = 0,
         on_error: Callable[[Exception], None] | None = None,
+        rate: float = 0.0,
+        way: str = "store",
     ) -> None:
         """Enqueue the plan for items `first` to `first + count` on the operation's stream, or on another.
 
@@ -204,6 +240,9 @@ class KernelPlan:
         as unchanged. Indices on the device are the caller's to keep. The device's context is current. The operation's
         error is a `BoundsError` where the kernel met a bad index; it counts indices from `origin`. Where nobody waits
         for the operation, `on_error` receives it.
+
+        The launch keeps to `rate` bytes a second, which it shares with all launches on the device that keep to one the
+        same `way`, "store", "load" or "copy"; 0: to none.
         """
         stream = operation.stream if stream is None else stream
         src_index, dst_index = src.index, dst.index
@@ -229,14 +268,17 @@ class KernelPlan:
                 status = state.status.take(operation, self, origin, on_error)
             self._write((src, dst), first, count, upload)
             bits = self._bits[0] | self._bits[1]
-            if bits != self._last_bits:
-                self._set_width(self.plan.width(bits))
-                self._last_bits = bits
+            if bits != self._last_bits or rate != self._rate:
+                self._set_width(self.plan.width(bits), rate)
+                self._last_bits, self._rate = bits, rate
+            if rate:
+                words[ka.PACE] = state.paces.address(way)
             segments = count * self._segments
             words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, status
-            shape = (segments, link)
+            shape = (segments, link, rate)
             if shape != self._shaped:
-                self._grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
+                most = self.most_ctas(link, state.multiprocessors, rate > 0)
+                self._grid = launch_shape(segments, most, self.threads)
                 self._shaped = shape
             if upload is not None:
                 operation.enqueued.append(stream)
@@ -258,6 +300,8 @@ class KernelPlan:
         link: bool,
         width: int = 0,
         skipped: int = 0,
+        rate: float = 0.0,
+        way: str = "store",
     ) -> BoundLaunch | None:
         """A launch for items `first` to `first + count`; None where ids and tables do not fit the argument block.
 
@@ -277,6 +321,8 @@ class KernelPlan:
             Bytes of an id on the device; 0: ids are the host's.
         skipped : int
             Leading entries that the tables of sides without ids are short of: those of items before `first`.
+        rate, way : float, str
+            As of `enqueue`; a launch with a rate can take another one later.
         """
         plan = self.plan
         lengths = [table if isinstance(table, int) else len(table) for table in tables]
@@ -306,16 +352,18 @@ class KernelPlan:
             indices[k] = start + 8 * (ka.INDEX[k] if width else ka.WORDS_AT + at)
             at += count
         words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, 0
-        grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors), self.threads)
-        kernel = copy_kernel(vector).handle_for(state.owner)
-        return BoundLaunch(block, kernel, grid, indices, places, count)
+        grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors, rate > 0), self.threads)
+        kernel = set_pace(block, vector, state, rate, way).handle_for(state.owner)
+        return BoundLaunch(block, kernel, grid, indices, places, count, vector)
 
-    def _set_width(self, width: int) -> None:
-        """Take the kernel for accesses of `width` bytes."""
-        if width != self._width:
-            kernel = copy_kernel(width)  # first, for it may fail
-            split = ka.fill_width(self._block.record, self.plan, width)
-            self._width, self._segments, self._kernel = width, self.plan.runs_per_item * split, kernel
+    def _set_width(self, width: int, rate: float) -> None:
+        """Take the kernel for accesses of `width` bytes that keeps to a rate."""
+        require_rate(rate)
+        kernel = copy_kernel(width, rate > 0)  # first, for it may fail
+        split = ka.fill_width(self._block.record, self.plan, width)
+        self._short[ka.PACE_COST] = ka.pace_cost(self._block.record, width, rate)
+        self._words[ka.PACE_SLACK] = SLACK * ka.TICKS
+        self._segments, self._kernel = self.plan.runs_per_item * split, kernel
 
     def _arrange(self, src: Operands, dst: Operands, count: int, kind: tuple[object, ...]) -> None:
         """Decide where tables and indices go, as for the last call of this kind, and write the flags that say so."""

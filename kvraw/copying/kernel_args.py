@@ -6,7 +6,7 @@ import numpy as np
 
 from kvraw.copying.plan import MAX_DIMS, CopyPlan, Dim
 
-__all__ = ["ARGS", "SIDE", "WORDS", "fill_plan", "fill_width"]
+__all__ = ["ARGS", "SIDE", "WORDS", "fill_plan", "fill_width", "pace_cost"]
 
 WORDS = 448
 SEGMENT_VECTORS = 128  # at 16 bytes: 2 KiB, what one lane addresses at a time
@@ -31,8 +31,9 @@ ARGS = np.dtype(
         ("size", np.uint64, MAX_DIMS),
         ("magic", np.uint64, MAX_DIMS),
         *[(name, np.uint64) for name in ("split", "split_magic", "run_vectors", "segments", "first_item", "status")],
+        *[(name, np.uint64) for name in ("pace", "pace_slack")],
         ("shift", np.uint32, MAX_DIMS),
-        *[(name, np.uint32) for name in ("split_shift", "segment_vectors", "vector_magic", "reserved")],
+        *[(name, np.uint32) for name in ("split_shift", "segment_vectors", "vector_magic", "pace_cost")],
         ("words", np.uint64, WORDS),
     ],
     align=True,
@@ -53,6 +54,8 @@ def _position(path: str, unit: int) -> int:
 TABLE, INDEX = ([_position(f"{side}.{name}", 8) for side in ("src", "dst")] for name in ("table", "index"))
 FLAGS = [_position(f"{side}.flags", 4) for side in ("src", "dst")]
 SEGMENTS, FIRST_ITEM, STATUS, WORDS_AT = (_position(n, 8) for n in ("segments", "first_item", "status", "words"))
+PACE, PACE_SLACK, PACE_COST = _position("pace", 8), _position("pace_slack", 8), _position("pace_cost", 4)
+TICKS = 16  # a nanosecond of the block's
 
 
 def divider(d: int) -> tuple[int, int]:
@@ -103,3 +106,15 @@ def fill_width(args: np.ndarray, plan: CopyPlan, width: int) -> int:
     a["split_magic"], a["split_shift"] = divider(split)
     a["vector_magic"] = -(-(1 << 31) // segment)
     return split
+
+
+def pace_cost(args: np.ndarray, width: int, rate: float) -> int:
+    """The word that has kernels for accesses of `width` bytes keep to a rate in bytes a second; 0: none.
+
+    Kernels count vectors by the segments, the last of which in a run may be shorter.
+    """
+    if not rate:
+        return 0
+    a = args[0]
+    full = int(a["run_vectors"]) / (int(a["split"]) * int(a["segment_vectors"]))
+    return max(1, round(256 * width * full * TICKS * 1e9 / rate))

@@ -46,8 +46,13 @@ def _rope(name: str, vector: int, neighbours: bool = False) -> Artifact:
     return Artifact(f"{kernel}.ptx", "rope.cu", _ROPE, defines, "compute_80" if native else TARGET)
 
 
+def _copy(width: int, paced: bool) -> Artifact:
+    defines = (f"VEC={width}", *["PACED"] * paced)
+    return Artifact(f"copy{'_paced' * paced}_v{width}.ptx", "copy.cu", ("copy_args.h",), defines)
+
+
 ARTIFACTS = (
-    *(Artifact(f"copy_v{width}.ptx", "copy.cu", ("copy_args.h",), (f"VEC={width}",)) for width in (16, 8, 4, 2, 1)),
+    *(_copy(width, paced) for paced in (False, True) for width in (16, 8, 4, 2, 1)),
     *(
         Artifact(f"codec_{what}_a{alphabet}.ptx", f"codec_{what}.cu", _CODEC, (f"ALPHABET={alphabet}",))
         for what in ("cdf", "encode", "decode")

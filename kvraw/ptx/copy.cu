@@ -4,6 +4,10 @@
 // A warp takes 32 segments of at most 128 vectors at a time. Each lane works out the two addresses of one segment; then
 // the warp walks all vectors of the 32 segments, taking the addresses from the owning lane by shuffle, so that every
 // thread keeps UNROLL independent loads in flight whatever the run size.
+//
+// With PACED, each UNIT of bytes is stored no sooner than its turn by the clock. Turns are given out by a word in device
+// memory, shared by all launches that name it: the time from which on the link is free. A turn adds the time that its
+// bytes take at the launch's rate, so launches beside each other share the rate, in whatever order they come.
 #include "copy_args.h"
 
 #define UNROLL 8
@@ -84,7 +88,49 @@ __device__ __forceinline__ u64 locate(const CopyArgs &a, const CopySide &s, u32 
     return offset + (s.flags & TABLE_INLINE ? a.words[s.table + entry] : ((const u64 *)s.table)[entry]);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) CONCAT(kvraw_copy_v, VEC)(const CopyArgs args)
+#ifdef PACED
+#define UNIT (4096 / VEC) // vectors
+#define NEVER (1ull << 36) // 4 s: no turn is that far ahead but by a clock that was set back
+
+// Sixteenths of a nanosecond. The clock may tick as rarely as once a microsecond: turns add up all the same.
+__device__ __forceinline__ u64 read_clock()
+{
+    u64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t << 4;
+}
+
+// The turn of some vectors. An idle link's time is lost but for the slack.
+__device__ __forceinline__ u64 take_turn(const CopyArgs &a, u32 vectors)
+{
+    u64 turn;
+    asm volatile("red.global.max.u64 [%0], %1;" ::"l"(a.pace), "l"(read_clock() - a.pace_slack) : "memory");
+    asm volatile("atom.global.add.u64 %0, [%1], %2;"
+                 : "=l"(turn)
+                 : "l"(a.pace), "l"((u64)(vectors * a.pace_cost >> 8))
+                 : "memory");
+    return turn;
+}
+
+__device__ __forceinline__ void await_turn(const CopyArgs &a, u64 turn)
+{
+    for (;;) {
+        const u64 now = read_clock(), left = turn - now;
+        if ((i64)left <= 0)
+            return;
+        if (left > NEVER) {
+            asm volatile("{ .reg .u64 old; atom.global.exch.b64 old, [%0], %1; }" ::"l"(a.pace), "l"(now) : "memory");
+            return;
+        }
+        asm volatile("nanosleep.u32 %0;" ::"r"((u32)(left >> 5))); // sleeps for up to twice that
+    }
+}
+#define KERNEL CONCAT(kvraw_copy_paced_v, VEC)
+#else
+#define KERNEL CONCAT(kvraw_copy_v, VEC)
+#endif
+
+extern "C" __global__ void __launch_bounds__(1024) KERNEL(const CopyArgs args)
 {
     const u32 lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const u32 total = args.segment_vectors * 32;
@@ -116,7 +162,19 @@ extern "C" __global__ void __launch_bounds__(1024) CONCAT(kvraw_copy_v, VEC)(con
             src += begin * VEC;
             dst += begin * VEC;
         }
-        for (u32 step = 0; step < total; step += 32 * UNROLL) {
+#ifdef PACED
+        const u32 copied = __ballot_sync(~0u, vectors != 0); // what is left out takes no turns
+        const u32 end = (32 - __clz(copied)) * a.segment_vectors;
+        u64 turn = 0;
+#else
+        const u32 end = total;
+#endif
+        for (u32 step = 0; step < end; step += 32 * UNROLL) {
+#ifdef PACED
+            const bool first_of_unit = lane == 0 && step % UNIT == 0 && a.pace && a.pace_cost;
+            if (first_of_unit)
+                turn = take_turn(a, end - step < UNIT ? end - step : UNIT);
+#endif
             vec_t r[UNROLL] = {};
             u32 valid = 0;
 #pragma unroll
@@ -128,6 +186,10 @@ extern "C" __global__ void __launch_bounds__(1024) CONCAT(kvraw_copy_v, VEC)(con
                 valid |= ok << j;
                 LOAD(r[j], p, ok);
             }
+#ifdef PACED
+            if (first_of_unit)
+                await_turn(a, turn);
+#endif
             // The lane read anew: positions computed again cost less than the registers that would hold them.
             u32 lane_again;
             asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_again));

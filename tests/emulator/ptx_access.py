@@ -71,11 +71,13 @@ ATOMICS = {
         ("min", ("u32", "u64")),
         ("max", ("u32", "u64")),
         ("cas", ("b32", "b64")),
+        ("exch", ("b64",)),
     )
     for kind in kinds
-    if verb == "atom" or name != "cas"
+    if verb == "atom" or name not in ("cas", "exch")
 }
 _COMBINE: dict[str, Callable[[int, int], int]] = {"add": lambda a, b: a + b, "min": min, "max": max}
+_COMBINE["exch"] = lambda _, b: b
 
 
 def _address(

@@ -15,6 +15,7 @@ from tests.emulator.ptx_memory import Array
 from tests.emulator.ptx_ops import DTYPES, Op
 from tests.emulator.ptx_ops import OPS as _INTEGER_OPS
 from tests.emulator.ptx_text import (
+    CLOCK,
     SIZES,
     SPECIALS,
     Entry,
@@ -35,13 +36,14 @@ MOVES = {f"mov.{kind}": kind for kind in SIZES if SIZES[kind] in (1, 16, 32, 64)
 BRANCHES = ("bra", "bra.uni")
 EXITS = ("ret", "exit")
 BARRIERS = ("bar.sync",)
+SLEEPS = ("nanosleep.u32",)
 _PACKED = ("mov.b32", "mov.b64")  # those that take {a, b}
 _ADDRESSES = ("mov.u64", "mov.b64", "mov.u32", "mov.b32")  # those that take the name of a variable
 
 
 def accepted() -> frozenset[str]:
     """Every form of instruction that the interpreter runs."""
-    forms = {*OPS, *MOVES, *BRANCHES, *EXITS, *BARRIERS, *ptx_warp.SYNCHRONISING}
+    forms = {*OPS, *MOVES, *BRANCHES, *EXITS, *BARRIERS, *SLEEPS, *ptx_warp.SYNCHRONISING, f"mov.u64 {CLOCK}"}
     forms |= {*ptx_access.LOADS, *ptx_access.STORES, *ptx_access.ATOMICS}
     forms |= {f"{name} {way}" for name in _PACKED for way in ("pack", "unpack")}
     forms |= {f"{name} address" for name in _ADDRESSES}
@@ -157,7 +159,13 @@ class _Compiler:
         if isinstance(to, Vector) or isinstance(source, Vector):
             return self.pack(instruction, kind, to, source)
         row = self.result(instruction, to, kind, False)
-        if isinstance(source, Special) and kind == "u32":
+        if source == Special(CLOCK) and instruction.opcode == "mov.u64":
+
+            def read_clock(frame: Frame, mask: Mask) -> None:
+                write(frame.rows[row], np.uint64(frame.memory.read_clock()), mask)
+
+            return read_clock
+        if isinstance(source, Special) and source.name in SPECIALS and kind == "u32":
             read = self.slots.special(source)
         elif isinstance(source, Symbol) and instruction.opcode in _ADDRESSES and source.name in self.variables:
             variable = self.variables[source.name]
@@ -169,6 +177,16 @@ class _Compiler:
 
         def step(frame: Frame, mask: Mask) -> None:
             write(frame.rows[row], frame.rows[read], mask)
+
+        return step
+
+    def sleep(self, instruction: Instruction) -> Step:
+        """All lanes here sleep together, as long as the one that sleeps longest."""
+        read = self.source(instruction, instruction.operands[0], "u32", False, False)
+
+        def step(frame: Frame, mask: Mask) -> None:
+            lengths = frame.rows[read] if mask is None else frame.rows[read][mask]
+            frame.memory.nanoseconds += int(lengths.max(initial=0))
 
         return step
 
@@ -207,7 +225,7 @@ class _Compiler:
         name = instruction.opcode
         if name not in _PLAIN:
             raise PtxSyntaxError(instruction.line, f"unknown instruction {name}")
-        counts = {"ld": 2, "st": 2, "vote": 3}
+        counts = {"ld": 2, "st": 2, "vote": 3, "nanosleep": 1}
         if counts.get(name.split(".")[0], len(instruction.operands)) != len(instruction.operands):
             raise PtxSyntaxError(instruction.line, f"{name}: wrong number of operands")
         if name in OPS:
@@ -220,6 +238,8 @@ class _Compiler:
             step = ptx_access.build_store(instruction, self.slots, self.variables)
         elif name in ptx_access.ATOMICS:
             step = ptx_access.build_atomic(instruction, self.slots, self.variables)
+        elif name in SLEEPS:
+            step = self.sleep(instruction)
         else:
             step = ptx_warp.BUILDERS[name](instruction, self.slots)
         if instruction.guard is not None:

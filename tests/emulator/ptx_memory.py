@@ -15,6 +15,8 @@ Addresses = npt.NDArray[np.uint64]
 
 _BASE = 4096  # where the view of the address space starts: no address below it is ever valid
 _END = 1 << 47
+_BEGIN = 1_764_547_200_000_000_000  # devices count from 1970
+_TICK = 32
 _SPACE: Array = np.ctypeslib.as_array((ctypes.c_ubyte * (_END - _BASE)).from_address(_BASE))
 
 
@@ -51,6 +53,7 @@ class Memory:
         self._ends = np.empty(0, np.uint64)
         self._writable = np.empty(0, np.bool_)
         self._kept: dict[int, Array] = {}
+        self.nanoseconds = _BEGIN  # the clock that kernels read
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -85,6 +88,11 @@ class Memory:
         self._ranges = kept
         self._kept.pop(address, None)
         self._update()
+
+    def read_clock(self) -> int:
+        """The time, which each reading moves on."""
+        self.nanoseconds += _TICK
+        return self.nanoseconds
 
     def find(self, address: int, nbytes: int = 1) -> Range | None:
         """Return the range that holds all of the bytes, if one does."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tests.emulator.ptx_text import (
+    CLOCK,
     SIZES,
     SPECIALS,
     Address,
@@ -301,7 +302,7 @@ class _Parser:
             return self.number()
         if self.now.text != "!" and self.lookup(self.now.text) is None:
             name = self.word()
-            if name in SPECIALS:
+            if name in (*SPECIALS, CLOCK):
                 return Special(name)
             if name.startswith("%"):
                 self.fail(f"unknown register {name}")

@@ -8,6 +8,7 @@ SIZES = {"pred": 1}  # bits by type
 SIZES |= {f"{kind}{bits}": bits for kind in "bus" for bits in (8, 16, 32, 64)}
 SIZES |= {"f16": 16, "f32": 32, "f64": 64}
 SPECIALS = ("%tid.x", "%ntid.x", "%ctaid.x", "%nctaid.x", "%laneid")
+CLOCK = "%globaltimer"  # of 64 bits
 
 
 class PtxError(Exception):

@@ -157,13 +157,22 @@ def test_shared_memory_belongs_to_the_cta(suffix, count, kind):
     assert out.tolist() == want
 
 
-ATOMS = [(n, k) for n in ("add", "min", "max") for k in ("u32", "u64")] + [("cas", "b32"), ("cas", "b64")]
+ATOMS = [(n, k) for n in ("add", "min", "max") for k in ("u32", "u64")] + [
+    ("cas", "b32"),
+    ("cas", "b64"),
+    ("exch", "b64"),
+]
 TESTED.update(f"atom.{space}.{n}.{k}" for space in ("global", "shared") for n, k in ATOMS)
-TESTED.update(f"red.{space}.{n}.{k}" for space in ("global", "shared") for n, k in ATOMS if n != "cas")
+TESTED.update(f"red.{space}.{n}.{k}" for space in ("global", "shared") for n, k in ATOMS if n not in ("cas", "exch"))
+
+
+def combined(name, cell, value):
+    return {"add": cell + value, "min": min(cell, value), "max": max(cell, value), "exch": value}[name]
 
 
 @pytest.mark.parametrize(
-    ("verb", "name", "kind"), [(v, n, k) for v in ("atom", "red") for n, k in ATOMS if (v, n) != ("red", "cas")]
+    ("verb", "name", "kind"),
+    [(v, n, k) for v in ("atom", "red") for n, k in ATOMS if v == "atom" or n not in ("cas", "exch")],
 )
 @pytest.mark.parametrize("space", ["global", "shared"])
 def test_atomic(verb, space, name, kind):
@@ -203,7 +212,7 @@ def test_atomic(verb, space, name, kind):
         if name == "cas":
             want[lane % 4] = 17 if cell == (5 if lane < 40 else 17) else cell
         else:
-            want[lane % 4] = {"add": cell + value, "min": min(cell, value), "max": max(cell, value)}[name] % (1 << bits)
+            want[lane % 4] = combined(name, cell, value) % (1 << bits)
     assert cells.tolist() == want
     assert out.tolist() == old
 

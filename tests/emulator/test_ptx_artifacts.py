@@ -55,7 +55,8 @@ class Side:
         return struct.pack("<16Q2I", *(w % (1 << 64) for w in words), shift, self.flags)
 
 
-def argument_block(src: Side, dst: Side, sizes: list[int], items: int, run_vectors: int, status: int, words: list[int]):
+def argument_block(src: Side, dst: Side, sizes: list[int], items: int, run_vectors: int, status: int, words: list[int],
+                   pace: int = 0, slack: int = 0, cost: int = 0):  # fmt: skip
     sizes = [*sizes, *[1] * (DIMS - len(sizes))]
     per_segment = min(run_vectors, 128)
     split = -(-run_vectors // per_segment)
@@ -64,9 +65,9 @@ def argument_block(src: Side, dst: Side, sizes: list[int], items: int, run_vecto
     segments = items * int(np.prod(sizes)) * split
     block = src.pack() + dst.pack()
     block += struct.pack("<4Q4Q", *sizes, *(m for m, _ in dividers))
-    block += struct.pack("<6Q", split, split_magic, run_vectors, segments, 0, status)
+    block += struct.pack("<8Q", split, split_magic, run_vectors, segments, 0, status, pace, slack)
     block += struct.pack("<4I", *(s for _, s in dividers))
-    block += struct.pack("<4I", split_shift, per_segment, -(-(1 << 31) // per_segment), 0)
+    block += struct.pack("<4I", split_shift, per_segment, -(-(1 << 31) // per_segment), cost)
     return block + struct.pack(f"<{WORDS}Q", *words, *[0] * (WORDS - len(words)))
 
 
@@ -106,8 +107,9 @@ class Copy:
         view[:] = data
         return view
 
-    def params(self) -> bytes:
-        return argument_block(*self.sides, [2], self.items, self.run_vectors, self.status.ctypes.data, self.words)
+    def params(self, **pace: int) -> bytes:
+        status = self.status.ctypes.data
+        return argument_block(*self.sides, [2], self.items, self.run_vectors, status, self.words, **pace)
 
     def expected(self) -> np.ndarray:
         want = self.dst.copy()
@@ -119,8 +121,8 @@ class Copy:
         return want
 
 
-def module(vector: int) -> Module:
-    return Module(next(p for p in ARTIFACTS if p.stem == f"copy_v{vector}").read_text())
+def module(vector: int, kind: str = "copy") -> Module:
+    return Module(next(p for p in ARTIFACTS if p.stem == f"{kind}_v{vector}").read_text())
 
 
 def test_artifacts_exist():

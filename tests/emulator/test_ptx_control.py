@@ -45,6 +45,14 @@ def test_special_registers(grid, block, seed):
     assert found.reshape(5, -1).T.tolist() == [list(row) for row in want]
 
 
+@TESTED.by("mov.u64 %globaltimer", "nanosleep.u32")
+def test_the_clock_moves_on_by_itself_and_with_those_that_sleep():
+    body = "mov.u64 %d3, %globaltimer; mov.u64 %d4, %globaltimer; sub.s64 %d5, %d4, %d3; st.global.u32 [%d1], %d5;"
+    body += "mul.lo.u32 %r2, %r0, 1000; setp.ne.u32 %p1, %r0, 9; @%p1 nanosleep.u32 %r2; mov.u64 %d5, %globaltimer;"
+    body += "sub.s64 %d5, %d5, %d4; st.global.u32 [%d1+40], %d5; ret;"
+    assert launch(body, 1, 10, 20) == [32] * 10 + [8032] * 10
+
+
 @TESTED.by("mov.u64 address", "mov.b64 address", "mov.u32 address", "mov.b32 address")
 def test_addresses_of_variables():
     declared = ".shared .align 4 .b8 first[3]; .shared .align 8 .b8 second[8];"
