@@ -100,10 +100,10 @@ class Copy:
 class PreparedCall:
     """One copy with its arguments, to be enqueued as a part of an operation."""
 
-    __slots__ = ("_bound", "_call")
+    __slots__ = ("_bound", "_call", "_choice")
 
-    def __init__(self, bound: BoundCopy, call: Call) -> None:
-        self._bound, self._call = bound, call
+    def __init__(self, bound: BoundCopy, call: Call, choice: Choice | None = None) -> None:
+        self._bound, self._call, self._choice = bound, call, choice
 
     def enqueue(
         self,
@@ -116,7 +116,7 @@ class PreparedCall:
         if not self._call.count:
             return "none"
         self._call.capturing, self._call.on_error = capturing, on_error
-        return self._bound.enqueue(state, operation, self._call).engine
+        return self._bound.enqueue(state, operation, self._call, self._choice).engine
 
 
 class PreparedCopy:
@@ -288,12 +288,20 @@ class PreparedCopy:
         return self.bound.kernel
 
     def ready(
-        self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
+        self,
+        src: Any,
+        dst: Any,
+        count: int,
+        *,
+        src_index: Any = None,
+        dst_index: Any = None,
+        first: int = 0,
+        engine: str | None = None,
     ) -> PreparedCall:
         """Check the arguments of a call on a GPU, for one operation of several copies. Its context is current."""
         call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
         self.bound.check(call)
-        return PreparedCall(self.bound, call)
+        return PreparedCall(self.bound, call, _KERNEL if engine == "kernel" else None)
 
     def choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
         """Whether the kernel or the copy engine is to carry out a call whose addresses are not at hand yet."""
@@ -330,21 +338,6 @@ class PreparedCopy:
             operation.abort()
             raise
         return Copy(completion, "kernel", self.device)
-
-    def enqueue_kernel(
-        self,
-        state: DeviceState,
-        operation: Operation,
-        src: Operands,
-        dst: Operands,
-        first: int,
-        count: int,
-        *,
-        link: bool,
-        on_error: Callable[[Exception], None] | None = None,
-    ) -> None:
-        """Enqueue the kernel as a part of an operation, with operands that the caller has checked; as `launch`."""
-        self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, on_error=on_error)
 
     def _take(
         self, bases: tuple[Any, Any], index: tuple[Any, Any], first: int, count: int

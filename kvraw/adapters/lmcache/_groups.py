@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters.deferred_errors import error_sink, pending, pending_of, raise_pending
-from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host, cuts
+from kvraw.adapters.lmcache._copies import check_alignment
 from kvraw.adapters.lmcache._objects import object_side, reach
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
 from kvraw.adapters.lmcache._place import current_stream, device_index
-from kvraw.adapters.lmcache._planned import enqueue_stage, pieces, stages, tables_of
+from kvraw.adapters.lmcache._planned import pieces, run_on_host, stages, tables_of
 from kvraw.adapters.lmcache._recorders import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._types import (
     ArgumentError,
@@ -25,7 +25,7 @@ from kvraw.adapters.lmcache._types import (
 from kvraw.addresses import FIRST, TOP
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
-from kvraw.copying.steps import BoundSteps
+from kvraw.copying.steps import BoundSteps, Step, cut_at_ends, enqueue_steps
 from kvraw.memo import Memo
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.runtime.context import DeviceScope, at_reset
@@ -197,7 +197,7 @@ class _Repeats:
                 if offset % alignment + nbytes <= alignment:
                     copies += (dest, src, nbytes)
                 else:
-                    for at, size in cuts(nbytes, offset, alignment):
+                    for at, size in cut_at_ends(nbytes, offset, alignment):
                         copies += (dest + at, src + at, size)
             for launch in step.launches:
                 k = launch.group_idx
@@ -254,11 +254,8 @@ def execute_object_group_transfer(
     to_host, where = direction_of(direction), device_index(device)
     alignment = check_alignment(host_buffer_alignment)
     if where is None:
-        for one in _plan(to_host, None, kernel_group_specs, batch_steps, None):
-            if type(one) is tuple:
-                copy_on_host(*one[:3])
-            else:
-                one()
+        for step in _plan(to_host, None, kernel_group_specs, batch_steps, None):
+            run_on_host(step, copies_first=not to_host)
         return
     if not phase_timing_enabled and _repeats.run(to_host, where, alignment, kernel_group_specs, batch_steps):
         return
@@ -266,21 +263,9 @@ def execute_object_group_transfer(
         stream, state = current_stream(where), device_state(where)
         capturing = raise_pending(state, stream)
         session = session_id if phase_timing_enabled else None
-        work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
-        operation = state.completions.begin(stream, captured=capturing)
-        on_error = error_sink(where, capturing)
-        try:
-            for one in work:
-                if type(one) is not tuple:
-                    one.enqueue(state, operation, capturing, on_error)
-                    continue
-                if not operation.enqueued:
-                    operation.enqueued.append(stream)
-                enqueue_stage(one, alignment, stream)
-        except BaseException:
-            operation.abort()
-            raise
-        operation.commit(None)
+        plan = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
+        options: dict[str, Any] = {"alignment": alignment, "capturing": capturing, "copies_first": not to_host}
+        enqueue_steps(state, stream, plan, error_sink(where, capturing), **options)
         if not capturing and not phase_timing_enabled:
             _repeats.learn(to_host, state, kernel_group_specs, batch_steps)
 
@@ -292,14 +277,14 @@ def _plan(
     steps: Sequence[BatchStep],
     stream: int | None,
     session: str | None = None,
-) -> list[Any]:
-    """Everything that the plan does, in order, checked: stages, and copies that are ready.
+) -> list[Step]:
+    """Everything that the plan does, in order, checked: staging copies, and copies that are ready.
 
     With a session, each part of it stands between the ends that time it.
     """
     groups = [_group(at, spec, to_host, device) for at, spec in enumerate(specs)]
     ends = [group.ends(stream) for group in groups]
-    work: list[Any] = []
+    work: list[Step] = []
     for step in steps:
         staging: list[Any] = stages((c.dest, c.src, c.nbytes, c.host_offset) for c in step.staging)
         launches: list[Any] = []
@@ -311,5 +296,5 @@ def _plan(
         if session is not None and device is not None:
             on_error = to_host, device, sum(stage[2] for stage in staging), session
             launches, staging = Phase.around(launches, KERNEL, *on_error), Phase.around(staging, STAGING, *on_error)
-        work += launches + staging if to_host else staging + launches
+        work.append(Step(staging, launches))
     return work
