@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,16 +18,18 @@ from kvraw.copying.addresses import AddressTable
 from kvraw.copying.device_state import device_state
 from kvraw.copying.operands import check_distinct, check_host_index
 from kvraw.copying.plan import Side
-from kvraw.errors import BoundsError, ClosedError, LayoutError, TransferTimeoutError
-from kvraw.layerwise import LayerwiseLoad, one_layer
+from kvraw.copying.transfer import Transfer
+from kvraw.errors import BoundsError, LayoutError
+from kvraw.layerwise import one_layer
 from kvraw.layouts.geometry import CacheLayout, Geometry, copy_plan, find_format
 from kvraw.pages import Pages
-from kvraw.prepared import Copy, PreparedCopy
+from kvraw.prepared import PreparedCopy
 from kvraw.runtime import fork
+from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.host.pool import HostPool
-from kvraw.runtime.host.usage import Call
+from kvraw.runtime.host.usage import HostWork, Use
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["HostKVPool"]
@@ -132,8 +133,6 @@ class HostKVPool(NotPicklable):
         self.bases = np.array([self._chunk.address + k * each for k in range(planes)], np.uint64)
         self.page_size, self.tokens = page_size, tokens
         self._lock = fork.lock()
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
-        self._idle, self._closing = fork.condition(self._lock), False
         self._mine = _sides(self.layout)
         self._book = Pages(geometry.blocks)
         self._steps = np.arange(page_size)
@@ -174,7 +173,7 @@ class HostKVPool(NotPicklable):
     def available(self) -> int:
         """Slots that are free."""
         with self._lock:
-            self._require_open()
+            self._pool.require_open()
             return self._book.available * self.page_size
 
     def alloc(self, tokens: int) -> I64 | None:
@@ -209,7 +208,7 @@ class HostKVPool(NotPicklable):
             raise
 
     def _take(self, count: int, number: int) -> I64 | None:
-        self._require_open()
+        self._pool.require_open()
         return self._book.take(count, number)
 
     def free(self, slots: Any) -> None:
@@ -231,7 +230,7 @@ class HostKVPool(NotPicklable):
         with self._lock: self._give(pages)  # fmt: skip # noqa: E701
 
     def _give(self, pages: I64) -> None:
-        self._require_open()
+        self._pool.require_open()
         page = self._book.first_unfit(pages)
         if page is not None:
             raise ValueError(f"the page of slot {page * self.page_size} is not allocated (freed twice?)")
@@ -263,7 +262,9 @@ class HostKVPool(NotPicklable):
         held = self._chunk.numpy()[begin : begin + self.layout.tensor_bytes()]
         return held.reshape([sizes[a] for a in self.layout.axes])
 
-    def backup(self, cache: PagedCache, cache_slots: Any, slots: Any, *, stream: Any = None, **options: Any) -> Copy:
+    def backup(
+        self, cache: PagedCache, cache_slots: Any, slots: Any, *, stream: Any = None, **options: Any
+    ) -> Transfer:
         """Copy slots of a cache to slots of this pool, all layers.
 
         Parameters
@@ -275,11 +276,11 @@ class HostKVPool(NotPicklable):
         stream : object
             As for `kvraw.store`; a GPU needs one.
         options
-            `engine`, `ctas` and `check`, as of `PreparedCopy`.
+            `engine`, `ctas`, `neighbour`, `max_rate` and `check`, as of `PreparedCopy`.
 
         Returns
         -------
-        Copy
+        Transfer
             To wait for.
 
         Raises
@@ -291,7 +292,7 @@ class HostKVPool(NotPicklable):
         """
         return self._all(cache, cache_slots, slots, True, stream, options)
 
-    def load(self, cache: PagedCache, slots: Any, cache_slots: Any, *, stream: Any = None, **options: Any) -> Copy:
+    def load(self, cache: PagedCache, slots: Any, cache_slots: Any, *, stream: Any = None, **options: Any) -> Transfer:
         """Copy slots of this pool to slots of a cache, all layers.
 
         Parameters
@@ -301,7 +302,7 @@ class HostKVPool(NotPicklable):
 
         Returns
         -------
-        Copy
+        Transfer
             To wait for.
 
         Raises
@@ -315,10 +316,10 @@ class HostKVPool(NotPicklable):
 
     def load_layers(
         self, cache: PagedCache, slots: Any, cache_slots: Any, *, stream: Any = None, **options: Any
-    ) -> LayerwiseLoad:
+    ) -> Transfer:
         """Load layer by layer, on a stream of kvraw's own behind what `stream` was given; see `backup`.
 
-        `stream` itself goes on: what reads a layer there calls `LayerwiseLoad.wait_on` first.
+        `stream` itself goes on: what reads a layer there calls `Transfer.wait_on` first.
 
         Parameters
         ----------
@@ -327,7 +328,7 @@ class HostKVPool(NotPicklable):
 
         Returns
         -------
-        LayerwiseLoad
+        Transfer
             To wait for, layer by layer.
 
         Raises
@@ -337,23 +338,30 @@ class HostKVPool(NotPicklable):
         PlacementError
             The cache is read-only.
         """
-        with self._call():
+        with self._call() as call:
             partner, by, here, there = self._index(cache, cache_slots, slots, False)
             copy, bases = self._prepared(partner, cache, by, "layers", options)
             if cache.device is not None:
-                return LayerwiseLoad(
-                    self._load_layers(copy, bases, here, there, cache, stream_handle(stream, cache.device))
-                )
-            return LayerwiseLoad([copy(a, b, here.count, src_index=here, dst_index=there) for a, b in bases])
+                return self._load_layers(call, copy, bases, here, there, cache, stream_handle(stream, cache.device))
+            for a, b in bases:
+                done = copy(a, b, here.count, src_index=here, dst_index=there)
+            return done
 
     def _load_layers(
-        self, copy: PreparedCopy, bases: _Bases, here: IndexVector, there: IndexVector, cache: PagedCache, stream: int
-    ) -> list[Copy]:
+        self,
+        use: Use,
+        copy: PreparedCopy,
+        bases: _Bases,
+        here: IndexVector,
+        there: IndexVector,
+        cache: PagedCache,
+        stream: int,
+    ) -> Transfer:
         device = cache.device
         assert device is not None
         if not here.count:
-            return [Copy(None, "none", device)] * len(bases)
-        copies: list[Copy] = []
+            return Transfer(device=device)
+        completions: list[Completion] = []
         with DeviceScope(device):
             state, own = device_state(device), stream
             capturing = driver().stream_capturing(stream)
@@ -367,24 +375,24 @@ class HostKVPool(NotPicklable):
             try:
                 for call in calls:
                     call.capturing = capturing
-                    done = copy.bound.submit(state, own, call, (cache, self._chunk, call))
-                    copies.append(Copy(*done, device))
+                    completion, engine = copy.bound.submit(state, own, call, (cache, self._chunk, call))
+                    completions.append(completion)
             finally:
-                if copies and copies[-1].completion is not None:
-                    self._pool.mark_used(copies[-1].completion)  # those before it are over when it is
-        return copies
+                if completions:
+                    self._pool.mark_used(completions[-1], use)  # those before it are over when it is
+        return Transfer(tuple(completions), engine, device)
 
     def _all(
         self, cache: PagedCache, cache_slots: Any, slots: Any, store: bool, stream: Any, options: dict[str, Any]
-    ) -> Copy:
-        with self._call():
+    ) -> Transfer:
+        with self._call() as call:
             partner, by, here, there = self._index(cache, cache_slots, slots, store)
             copy, ((src, dst),) = self._prepared(partner, cache, by, "store" if store else "load", options)
             at, to = (there, here) if store else (here, there)
             refs = (cache, self._chunk)
             done = copy(src, dst, at.count, src_index=at, dst_index=to, stream=stream, refs=refs)
             if done.completion is not None:
-                self._pool.mark_used(done.completion)
+                self._pool.mark_used(done.completion, call)
             return done
 
     def _prepared(
@@ -470,30 +478,14 @@ class HostKVPool(NotPicklable):
         return rows[:, 0] // self.page_size
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self) -> Iterator[Use]:
         """Note a call before it enqueues anything: `close` waits for it, and then for the copies that it noted."""
-        call = Call()
+        work = HostWork()
         try:
-            with self._lock: self._enter(call)  # fmt: skip # noqa: E701
-            yield
+            self._pool.mark_used(work.use)
+            yield work.use
         finally:
-            self._calls.discard(call)
-            if self._closing:
-                with self._lock:
-                    self._idle.notify_all()
-
-    def _enter(self, call: Call) -> None:
-        self._require_open()
-        self._calls.add(call)
-
-    def _calls_here(self) -> int:
-        """Calls that go on; in a forked child, those of the parent's threads do not."""
-        return sum(call.epoch == fork.epoch() for call in list(self._calls))
-
-    def _require_open(self) -> None:
-        if self._closing:
-            raise ClosedError("the pool is closed")
-        self._pool.require_open()
+            work.ended = True
 
     def close(self, timeout: float | None = 60.0) -> None:
         """Wait for the calls and copies that use the pool and give the memory back. Idempotent.
@@ -508,18 +500,10 @@ class HostKVPool(NotPicklable):
         TransferTimeoutError
             Some are still under way. New ones are refused, the memory stays, and `close` can be called again.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            self._closing = True
-            while calls := self._calls_here():
-                left = 1.0 if end is None else end - time.monotonic()
-                if left <= 0:
-                    raise TransferTimeoutError(f"the pool is still used after {timeout} s by {calls} calls")
-                self._idle.wait(min(left, 1.0))
-        self._pool.close(None if end is None else max(0.0, end - time.monotonic()))
+        self._pool.close(timeout)
 
     def __enter__(self) -> HostKVPool:
-        self._require_open()
+        self._pool.require_open()
         return self
 
     def __exit__(

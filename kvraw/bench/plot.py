@@ -89,37 +89,42 @@ def draw_beside(report: dict[str, Any], path: str | Path) -> None:
     Raises
     ------
     ValueError
-        matplotlib cannot be imported, or does not know the file's suffix.
+        matplotlib cannot be imported, or does not know the file's suffix; or no row could be measured.
     """
     Figure = require_figure()  # noqa: N806
     rows = [row for row in report["rows"] if not row["error"]]
+    if not rows:
+        raise ValueError("there is no row to draw")
     ways = [way for way in ("store", "load", "both") if any(row["way"] == way for row in rows)]
     figure = Figure(figsize=(5 * len(ways) + 2, 5), dpi=100, layout="constrained")
-    panels = figure.subplots(1, len(ways), squeeze=False)[0]
+    panels = figure.subplots(1, len(ways), squeeze=False, sharey=True)[0]
     names = list(dict.fromkeys((row["door"], row["engine"]) for row in rows))
+    styles = [{"marker": "o^sDvPX*"[at // 10 % 8], "color": f"C{at % 10}"} for at in range(len(names))]
     for panel, way in zip(panels, ways, strict=True):
-        for at, (door, engine) in enumerate(names):
+        for (door, engine), style in zip(names, styles, strict=True):
             found = [r for r in rows if (r["door"], r["engine"], r["way"]) == (door, engine, way)]
             panel.scatter(
                 [r["gb_per_s"] for r in found],
                 [r["p50_percent"] for r in found],
-                s=[12 + 12 * (r["bytes"].bit_length() - 20) for r in found],
-                marker="o^sDvPX*"[at // 10 % 8],
-                color=f"C{at % 10}",
+                s=[12 + 12 * max(0, r["bytes"].bit_length() - 20) for r in found],
                 alpha=0.7,
-                label=door if engine in ("kvraw", "auto") and door != "plan" else f"{door}: {engine}",
+                **style,
             )
         # Percents near zero and those of hundreds on one axis.
         panel.set_yscale("symlog", linthresh=5)
-        panel.set_yticks([-5, 0, 2, 4, 10, 50, 100, 500], ["-5", "0", "2", "4", "10", "50", "100", "500"])
+        panel.set_yticks([0, 2, 4, 10, 50, 100, 500], ["0", "2", "4", "10", "50", "100", "500"])
         panel.minorticks_off()
         panel.axhline(0, color="0.4", linewidth=1)
-        panel.set_xlim(left=0)
+        panel.set_ylim(-3, max(10, *(r["p50_percent"] for r in rows)) * 1.3)
+        panel.set_xlim(0, max(r["gb_per_s"] for r in rows) * 1.05)
         title = {"both": "both at once, GB/s of the slower one"}.get(way, _TITLES.get(way, way))
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("GB/s")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("a decode step takes longer, %")
+    for (door, engine), style in zip(names, styles, strict=True):
+        label = door if engine == "kvraw" else f"{door}: {engine}"
+        panels[-1].plot([], [], linestyle="none", markersize=6, label=label, **style)
     panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     decode = report["decode"]
     text = f"{report['machine']['name']}: beside a decode of {decode['model']}, batch {decode['batch']}, "

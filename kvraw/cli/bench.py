@@ -13,6 +13,7 @@ from kvraw.bench.plot import draw, require_figure, size_text
 from kvraw.bench.report import PARTS, Options
 from kvraw.bench.report import run as measure
 from kvraw.bench.shapes import SHAPES, Shape
+from kvraw.cli.files import require_writable
 from kvraw.cli.models import MODELS
 from kvraw.cli.progress import progress
 from kvraw.cli.truth import CHUNK_TOKENS
@@ -46,13 +47,6 @@ def _require_a_run(options: argparse.Namespace) -> None:
         raise BoundsError(f"--mib is {options.mib:g}, must be at least {2.0 ** (least - 20):g} for these run sizes")
 
 
-def _require_writable(path: Path) -> None:
-    there = path.exists()
-    path.open("a").close()
-    if not there:
-        path.unlink()
-
-
 def _options(options: argparse.Namespace) -> Options:
     default = ["threads"] if options.beside else PARTS
     parts = default if options.only is None else options.only.split(",")
@@ -72,7 +66,7 @@ def _options(options: argparse.Namespace) -> Options:
     # What is missing is told ahead of measuring.
     for name in (options.json, options.plot):
         if name not in (None, "-"):
-            _require_writable(Path(name))
+            require_writable(Path(name))
     if options.plot:
         require_figure()
     if options.matmul:

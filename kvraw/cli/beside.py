@@ -14,9 +14,11 @@ import kvraw
 from kvraw.bench.beside.arrivals import behind_stores, first_calls
 from kvraw.bench.beside.decode import DECODERS, DecodeLoop
 from kvraw.bench.beside.ground import Ground
-from kvraw.bench.beside.rows import ENGINES, Peers, Selection, measure, select
+from kvraw.bench.beside.peers import peers
+from kvraw.bench.beside.rows import ENGINES, Selection, measure, select
 from kvraw.bench.matmul import require_torch
 from kvraw.bench.plot import draw_beside, require_figure, size_text
+from kvraw.cli.files import require_writable
 from kvraw.cli.progress import progress
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.runtime.driver import driver
@@ -93,12 +95,22 @@ def _require(options: argparse.Namespace) -> tuple[int, Selection]:
             raise BoundsError(f"--depth {depth} is out of bounds, must be in [1, 32]")
     chosen = Selection(options.doors, options.engines, options.ways, options.sizes, options.rows, options.depth)
     select(chosen)
+    for name in (options.json, options.plot):
+        if name not in (None, "-"):
+            require_writable(Path(name))
     if options.plot:
         require_figure()
     driver()
     device = int(options.device or 0)
     require_torch(device, "--beside decode")
     return device, chosen
+
+
+def _modules(options: argparse.Namespace) -> dict[str, Any]:
+    try:
+        return peers(options.lmcache, options.sglang)
+    except ImportError as error:
+        raise ValueError(f"the module beside cannot be loaded: {error}") from None
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -113,17 +125,23 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, st
     device, chosen = _require(options)
     if options.neighbour:
         os.environ[NEIGHBOUR] = options.neighbour  # read when plans are made
-    peers = Peers(options.lmcache, options.sglang)
+    modules = _modules(options)
     report: dict[str, Any] = {
         "ok": True,
         "machine": {"device": device, "kvraw": kvraw.__version__, "name": driver().device_name(device)},
-        "options": {"neighbour": options.neighbour, "seconds": options.seconds, "peers": sorted(peers.modules)},
+        "options": {
+            "neighbour": options.neighbour,
+            "seconds": options.seconds,
+            "rounds": options.rounds,
+            "peers": sorted(modules),
+        },
         "decode": None,
         "rows": None,
         "queue": None,
         "first": None,
     }
     report["machine"]["driver"] = driver().version()
+    report["options"]["peers"] = sorted(modules)
     quiet, late = options.json == "-", options.queue or options.first
     with progress("measuring") as tick:
         torch = require_torch(device, "--beside decode")
@@ -149,13 +167,15 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, st
                 if not quiet:
                     print(HEADER, flush=True)
                 report["rows"] = []
-                for row in measure(loop, ground, select(chosen, sorted(peers.modules)), peers, options.seconds, tick):
+                wanted, pace = select(chosen, sorted(modules)), (options.seconds, options.rounds)
+                for row in measure(loop, ground, wanted, modules, *pace, tick):
                     report["rows"].append(row)
                     if not quiet:
                         print(line(row), flush=True)
                 report["ok"] = any(not row["error"] for row in report["rows"])
         finally:
             ground.close()
+    report["ok"] = report["ok"] and not any(row["error"] for row in report["first"] or ())
     report["seconds"] = time.perf_counter() - began
     if options.json and not quiet:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")

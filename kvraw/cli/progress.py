@@ -20,7 +20,9 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
             pass
         else:
             columns = (SpinnerColumn(), TextColumn("{task.completed:.0f}"), TextColumn("{task.description}"))
-            with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+            options = {"console": Console(stderr=True), "transient": True}
+            # What is printed meanwhile stands above the line on a terminal, and goes where it is to go otherwise.
+            with Progress(*columns, TimeElapsedColumn(), redirect_stdout=sys.stdout.isatty(), **options) as bar:
                 task = bar.add_task(title, total=None)
                 yield lambda text: bar.update(task, advance=1, description=f"{title}: {text}")
             return

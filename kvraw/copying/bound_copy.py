@@ -18,7 +18,7 @@ from kvraw.copying.device_state import DeviceState
 from kvraw.copying.kernel import THREADS, KernelPlan
 from kvraw.copying.operands import check_distinct, check_host_index
 from kvraw.copying.plan import CopyPlan
-from kvraw.copying.planner import Choice
+from kvraw.copying.planner import Choice, RateLimit
 from kvraw.copying.staged import StagedPlan
 from kvraw.copying.staged_items import StagedItems
 from kvraw.copying.staging_ring import StagingRing
@@ -59,6 +59,8 @@ class BoundCopy:
         `engine` is a wish: where it cannot carry a call out, another does.
     ctas, threads : int, optional
         Most thread blocks of any kernel, 0 means none: the copy engine alone; and most threads of a block.
+    limit : RateLimit, optional
+        As of `Chooser`.
     check : bool
         Check indices, in the kernel where they lie on the device.
     distinct : bool
@@ -74,6 +76,7 @@ class BoundCopy:
         engine: str = "auto",
         where_possible: bool = False,
         ctas: int | None = None,
+        limit: RateLimit | None = None,
         threads: int = THREADS,
         check: bool = True,
         distinct: bool = False,
@@ -81,8 +84,8 @@ class BoundCopy:
     ) -> None:
         self.plan, self.ctas = plan, ctas
         self._check, self._names = check, index_names
-        self.kernel = KernelPlan(plan, ctas=ctas or None, threads=threads, check=check, names=index_names)
-        self.chooser = Chooser(plan, engine, where_possible=where_possible, ctas=ctas)
+        self.kernel = KernelPlan(plan, ctas=ctas or None, threads=threads, check=check, names=index_names, limit=limit)
+        self.chooser = Chooser(plan, engine, where_possible=where_possible, ctas=ctas, limit=limit)
         self._described = copy_engine.DescriptorPlan(plan)
         self._staged: dict[tuple[str, bytes], StagedPlan] = {}
         self._last_staged: tuple[AddressTable, str, StagedPlan] | None = None
@@ -180,7 +183,15 @@ class BoundCopy:
     ) -> None:
         src, dst = call.side(0, on_device=True), call.side(1, on_device=True)
         self.kernel.enqueue(
-            state, operation, src, dst, first, count, link=call.src.link or call.dst.link, on_error=on_error
+            state,
+            operation,
+            src,
+            dst,
+            first,
+            count,
+            link=call.src.link or call.dst.link,
+            way=self.chooser.way(call),
+            on_error=on_error,
         )
 
     def _enqueue_copies(self, operation: Operation, call: Call) -> None:
@@ -335,6 +346,7 @@ class BoundCopy:
             call.count,
             src.alignment | dst.alignment,
             link=src.link or dst.link,
+            way=self.chooser.way(call),
         )
         bound = None
         if launch is not None:

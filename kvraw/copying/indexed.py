@@ -84,8 +84,8 @@ class IndexedLaunch:
         link: bool = True,
         bits: int = 0,
         asks: bool = False,
-        rate: float = 0.0,
-        way: str = "store",
+        rate: float | None = None,
+        way: str = "",
     ) -> None:
         self._state, self.plan, self._lock = state, plan, fork.lock()
         block = self._block = ArgumentBlock(ka.ARGS)
@@ -117,6 +117,8 @@ class IndexedLaunch:
         self._long: U64 = long
         self._words: memoryview[int] = memoryview(block.record.view("u1").data).cast("B").cast("Q")
         self._index = tuple(ka.INDEX[k] if widths[k] else -1 for k in (0, 1))
+        if rate is None:
+            rate = plan.limit.rate(state.device, way) if link else 0.0
         self._most, self._count, self._grid = plan.most_ctas(link, state.multiprocessors, rate > 0), -1, (0, 0)
         c = Commands()
         stream, event, ctas, threads = c.value(), c.value(), c.value(), c.value()

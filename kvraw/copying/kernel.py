@@ -17,6 +17,7 @@ from kvraw.copying.device_state import DeviceState, Upload
 from kvraw.copying.operands import Operands
 from kvraw.copying.pace import SLACK, require_rate
 from kvraw.copying.plan import CopyPlan
+from kvraw.copying.planner import RateLimit
 from kvraw.errors import BoundsError, UnsupportedDriverError
 from kvraw.ptx.loader import read_ptx
 from kvraw.runtime import fork
@@ -99,7 +100,7 @@ def set_pace(block: ArgumentBlock, width: int, state: DeviceState, rate: float, 
     require_rate(rate)
     if rate:
         words = block.record.view(np.uint64)
-        words[ka.PACE], words[ka.PACE_SLACK] = state.paces.address(way), SLACK * ka.TICKS
+        words[ka.PACE], words[ka.PACE_SLACK] = state.paces.address(way or "store"), SLACK * ka.TICKS
         block.record.view(np.uint32)[ka.PACE_COST] = ka.pace_cost(block.record, width, rate)
     return copy_kernel(width, rate > 0)
 
@@ -181,6 +182,8 @@ class KernelPlan:
         Check indices that lie on the device, in the kernel.
     names : tuple of str
         What errors call the source's and the destination's index.
+    limit : RateLimit, optional
+        What launches that cross the link keep to; default: that of `KVRAW_NEIGHBOUR`.
     """
 
     def __init__(
@@ -191,7 +194,9 @@ class KernelPlan:
         threads: int = THREADS,
         check: bool = True,
         names: tuple[str, str] = ("src_index", "dst_index"),
+        limit: RateLimit | None = None,
     ) -> None:
+        self.limit = RateLimit.of(None) if limit is None else limit
         if not 32 <= threads <= THREADS or threads % 32:
             raise BoundsError(f"threads is {threads}, must be a multiple of 32 in [32, {THREADS}]")
         self.threads = threads
@@ -231,8 +236,8 @@ class KernelPlan:
         stream: int | None = None,
         origin: int = 0,
         on_error: Callable[[Exception], None] | None = None,
-        rate: float = 0.0,
-        way: str = "store",
+        rate: float | None = None,
+        way: str = "",
     ) -> None:
         """Enqueue the plan for items `first` to `first + count` on the operation's stream, or on another.
 
@@ -242,8 +247,10 @@ class KernelPlan:
         for the operation, `on_error` receives it.
 
         The launch keeps to `rate` bytes a second, which it shares with all launches on the device that keep to one the
-        same `way`, "store", "load" or "copy"; 0: to none.
+        same `way`, "store", "load" or "copy"; 0: to none; default: as the plan's limit has it.
         """
+        if rate is None:
+            rate = self.limit.rate(state.device, way) if link else 0.0
         stream = operation.stream if stream is None else stream
         src_index, dst_index = src.index, dst.index
         src_kind = 0 if src_index is None else 1 if src_index.host is not None else src_index.width
@@ -272,7 +279,7 @@ class KernelPlan:
                 self._set_width(self.plan.width(bits), rate)
                 self._last_bits, self._rate = bits, rate
             if rate:
-                words[ka.PACE] = state.paces.address(way)
+                words[ka.PACE] = state.paces.address(way or "store")
             segments = count * self._segments
             words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, status
             shape = (segments, link, rate)
@@ -300,8 +307,8 @@ class KernelPlan:
         link: bool,
         width: int = 0,
         skipped: int = 0,
-        rate: float = 0.0,
-        way: str = "store",
+        rate: float | None = None,
+        way: str = "",
     ) -> BoundLaunch | None:
         """A launch for items `first` to `first + count`; None where ids and tables do not fit the argument block.
 
@@ -324,6 +331,8 @@ class KernelPlan:
         rate, way : float, str
             As of `enqueue`; a launch with a rate can take another one later.
         """
+        if rate is None:
+            rate = self.limit.rate(state.device, way) if link else 0.0
         plan = self.plan
         lengths = [table if isinstance(table, int) else len(table) for table in tables]
         if sum(lengths) + count * len(indexed) * (width == 0) > ka.WORDS:

@@ -48,7 +48,8 @@ def warm_up(device: int | None = None) -> None:
         state = device_state(device)
         if not kernels_barred(d, 16):
             for width in _WIDTHS:
-                copy_kernel(width).handle_for(d)
+                for paced in (False, True):
+                    copy_kernel(width, paced).handle_for(d)
             for direction in ("store", "load"):
                 state.arena.ring(direction)
         state.get_ready(_EVENTS, _UPLOADS)

@@ -206,6 +206,7 @@ def test_auto_packs_for_long_runs_of_the_host(fake: object, monkeypatch: pytest.
 
     And so do slots of a tensor of tokens.
     """
+    monkeypatch.setenv("KVRAW_NEIGHBOUR", "idle")
     w = Cache(0)
     monkeypatch.setattr("kvraw.copying.bound_copy.BoundCopy.enqueue", lambda self, s, o, call, choice: choice)
     monkeypatch.setattr("kvraw.cache.require_on_device", lambda *args: None)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -152,11 +153,11 @@ def test_the_books_are_looked_through_while_others_enqueue(fake: FakeDriver) -> 
                 return True
 
         beside: Any = Beside()
-        completions._open.append(beside)
+        completions.streams[0] = deque([beside])
         begun.pop().commit(None)
         completions.drain()
         assert not begun
-        assert list(completions._open) == [beside]
+        assert list(completions.streams[0]) == [beside]
 
 
 def test_pinned_memory_is_given_back_behind_copies_by_address(

@@ -28,11 +28,12 @@ ALLOWED = {
     "kvraw.arrays": "errors plain",
     "kvraw.layouts.geometry": "errors checks layouts copying.plan",
     "kvraw.layouts.discovery": "errors layouts copying.plan",
+    "kvraw.layouts.parts": "errors layouts copying.plan",
     "kvraw.layouts": "errors layouts",
     "kvraw.layouts.engine_shapes": "errors layouts",
     "kvraw.ptx": "errors ptx",
     "kvraw.runtime": "errors addresses checks config runtime",
-    "kvraw.copying": "errors config arrays layouts runtime ptx copying",
+    "kvraw.copying": "errors checks config arrays layouts runtime ptx copying",
     "kvraw.codec": "errors checks config arrays runtime ptx copying codec",
     "kvraw.rope": "errors config arrays runtime ptx copying rope",
     "kvraw.pages": "arrays",
@@ -40,9 +41,9 @@ ALLOWED = {
     "kvraw.chunks": "errors addresses arrays cache runtime",
     "kvraw.batch": "errors addresses arrays cache runtime copying",
     "kvraw.prepared": "errors checks config arrays cache runtime copying",
-    "kvraw.layerwise": "copying prepared",
+    "kvraw.layerwise": "copying",
     "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks runtime copying",
-    "kvraw.transfer": "errors cache chunks runtime transfer_plan",
+    "kvraw.transfer": "errors cache chunks copying.planner copying.transfer runtime transfer_plan",
     "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared layerwise",
     "kvraw.adapters": (
         "errors addresses checks config layouts plain arrays memo runtime copying codec rope "
@@ -181,7 +182,7 @@ def test_only_the_package_imports_by_name() -> None:
     dynamic = [
         name for name, path in MODULES.items() if any(w in path.read_text() for w in ("import_module", "__import__"))
     ]
-    assert dynamic == ["kvraw"]
+    assert dynamic == ["kvraw", "kvraw.bench.beside.peers"]  # which imports others' modules, if they are there
 
 
 @pytest.mark.parametrize(

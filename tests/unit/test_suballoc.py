@@ -23,10 +23,7 @@ class Transfer:
     def __init__(self, chunks: list[kvraw.HostChunk], stamp: int) -> None:
         self.addresses = {c.address for c in chunks}
         self.views = [c.numpy() for c in chunks]
-        self.stamp, self.finished = stamp, False
-
-    def over(self) -> bool:
-        return self.finished
+        self.stamp, self.finished, self.queue, self.uses = stamp, False, None, None
 
     def finish(self) -> None:
         for view in self.views:

@@ -15,7 +15,6 @@ from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._objects import object_side, reach
 from kvraw.adapters.lmcache._paged import (
-    PLANES,
     Counts,
     Paged,
     addresses_of,
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
 __all__ = ["blocks_of", "multi_layer_block_kv_transfer", "paged_of"]
 
-_FUSED = (10, 11, 12, 13)  # K and V of a head are one row
 _HALF_KNOWN = 2  # bytes of an element, where nothing tells
 
 
@@ -71,13 +69,13 @@ def _check_described(paged: Paged, d: Any, number: int, element: int) -> None:
 
     What it leaves 0 it does not count; how many blocks there are only the tensors tell.
     """
-    g, row, said = paged.geometry, paged.row, int(d.nh) * int(d.hs) * element
+    form, g, row, said = FORMATS[number], paged.geometry, paged.row, int(d.nh) * int(d.hs) * element
     fits = [row]
-    if number == PLANES:  # hs may be the width of one plane or of all
+    if "K" in form.pointers:  # hs may be the width of one plane or of all
         fits += [n * k for n in (row, *(p.head_bytes for p in paged.parts)) for k in (1, max(int(d.nh), 1))]
-    elif number in FORMATS and FORMATS[number].mla:  # nh may count the heads of queries
+    elif form.mla:  # nh may count the heads of queries
         fits.append(row * int(d.nh))
-    elif number in _FUSED:  # hs is one half of a head in some versions, both in others
+    elif form.paired:  # hs is one half of a head in some versions, both in others
         fits += [2 * row, row * g.planes // max(int(d.kv_size), 1)]
     for name, given, found, allowed in (
         ("nl", int(d.nl), g.layers, [g.layers]),

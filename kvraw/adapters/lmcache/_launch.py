@@ -12,9 +12,10 @@ from kvraw.adapters.deferred_errors import discard, pending, pending_of
 from kvraw.arrays import U64, IndexVector
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError
 from kvraw.memo import Memo
-from kvraw.prepared import Copy, PreparedCopy, Reached
+from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime.driver import driver
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Copies:
 
     def run(
         self, row: Reached, ids: IndexVector, first: int, count: int, stream: int | None, *, waited: bool = False
-    ) -> Copy | None:
+    ) -> Transfer | None:
         """Copy by one part after the other, between the cache and bases of the other side; the last copy.
 
         What kernels find in ids that only the device sees is raised by a later call, unless the caller waits for the

@@ -15,7 +15,7 @@ from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import locate_all
 
 if TYPE_CHECKING:
-    from kvraw.adapters.lmcache._paged import Part
+    from kvraw.layouts.parts import Part
 
 __all__ = ["object_side", "reach"]
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvraw.adapters.lmcache._blocks import blocks_of
 from kvraw.adapters.lmcache._ids import ids_of
-from kvraw.adapters.lmcache._paged import Paged, Part, from_tensors
+from kvraw.adapters.lmcache._paged import Paged, from_tensors, views_of
 from kvraw.adapters.lmcache._place import tensor_device
 from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
-from kvraw.arrays import pointer_vector, tensor_view
+from kvraw.arrays import pointer_vector
 from kvraw.layouts.discovery import discover
-from kvraw.layouts.formats import FORMATS
+from kvraw.layouts.engine_shapes import shapes_of
+from kvraw.layouts.formats import FORMATS, VLLM_LAYOUTS
+from kvraw.layouts.parts import parts_of
 from kvraw.memo import Memo
 from kvraw.plain import require_memory
 from kvraw.runtime.context import at_reset
@@ -25,12 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["compute_kv_layout", "gather_paged_kv_to_cpu", "scatter_cpu_to_paged_kv"]
 
 _log = logging.getLogger("kvraw")
-_SEVERAL = (14, 17)
+_FORMS = [FORMATS[number] for number in sorted(FORMATS)]
 # What the reference version calls the layouts that later versions name by the whole row (10 and 11 are 12 and 13).
-_REFERENCE = {12: 10, 13: 11}
+_REFERENCE = {
+    form.number: other.number
+    for form in _FORMS
+    for other in _FORMS
+    if form.paired and not form.fused and other.fused and other.axes == form.axes
+}
 # The order of heads and tokens by vLLM's names, which say that K and V are one row: versions that know them say so.
-_POOLS = {"BLHNC": "HND", "BLNHC": "NHD", "LBHNC": "HND", "LBNHC": "NHD"}
-_NUMBERS = {"BLPTHD": 0, "PBTHD": 1, "BPTHD": 2, "BTD": 3, "PBHTD": 6, "BPHTD": 7, "BLPHTD": 8, "BHTD": 12, "BTHD": 13}
+_POOLS = {name: "HND" if form.hnd else "NHD" for name, form in VLLM_LAYOUTS.items() if form.axes[-3:] in ("HTD", "THD")}
+_NUMBERS = {
+    shape.dims: form.number
+    for form in _FORMS
+    for shape in shapes_of(form)
+    if "vllm" in shape.words and shape.given in ("", "L") and shape.dims == form.axes
+}
 _known: Memo[tuple[object, ...], _Found] = Memo(64)
 at_reset(_known.clear)
 
@@ -51,10 +63,6 @@ class _Found:
 
 def _flatten(tensors: Any) -> list[Any]:
     return [x for t in tensors for x in _flatten(t)] if isinstance(tensors, (list, tuple)) else [tensors]
-
-
-def _views(tensors: Any) -> Any:
-    return [_views(t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensor_view(tensors, "kv_caches")
 
 
 def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_kv_format: Any) -> _Found:
@@ -100,18 +108,18 @@ def _axes(first: Any, number: int | None, kv_layout: str, nested: bool, cross_la
 
 def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None) -> _Found:
     device, block_size = tensor_device(first), hints.get("tokens_per_block")
-    if number is None and len(first.shape) == 3 and first.element_size() == 1 and first.shape[-1] == 132:
-        number = 14
-    if number in _SEVERAL:
+    if number is None and len(first.shape) == 3 and first.element_size() == 1:
+        number = next((form.number for form in _FORMS if form.token_bytes == first.shape[-1] > 0), None)
+    form = None if number is None else FORMATS[number]
+    if number is not None and form is not None and form.several:
         return _Found(number, from_tensors(number, tensors, block_size or 0, 1, device))
-    cross_layer = number in (0, 8) or (number is None and len(tensors) == 1 and len(first.shape) == 6)
+    cross_layer = len(tensors) == 1 and len(first.shape) == 6 if form is None else not form.pointers
     if cross_layer:
         tensors = first
     given = hints.get("kv_layout") or ""
     # The reference version reads layers of an engine on the CPU as heads-first where nothing else is said.
     kv_layout = _POOLS.get(given, given) or ("HND" if device is None and not cross_layer else "NHD")
-    fused = number in (10, 11)
-    views = _views(tensors)
+    views = views_of("kv_caches", tensors)
     sizes: dict[str, Any] = {"block_size": block_size, "num_heads": hints.get("num_kv_heads")}
     nested = isinstance(tensors, list) and isinstance(tensors[0], (list, tuple))
     ruled = None if hints.get("kv_list_layout") else _axes(first, number, kv_layout, nested, cross_layer)
@@ -124,20 +132,18 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
     else:
         found = discover(
             views,
-            format=number + 2 if number is not None and fused and len(first.shape) == 4 else number,
-            engine="sglang" if number in (4, 5, 9, 18) else "trtllm" if number == 8 else "vllm",
+            format=number,
             kv_layout=None if number is not None else kv_layout,
             head_size=hints.get("head_dim"),
-            kv_list_layout="k_v" if number == 4 else hints.get("kv_list_layout"),
-            planes=1 if fused and len(first.shape) == 5 else None,
+            kv_list_layout=hints.get("kv_list_layout"),
             **sizes,
         )
         name = found.layout.format.number
-    g = found.layout.geometry
-    if name in _REFERENCE and (fused or (number is None and given not in _POOLS)) and g.head_size % 2 == 0:
+    even = found.layout.geometry.head_size % 2 == 0
+    if name in _REFERENCE and number is None and given not in _POOLS and even:
         name = _REFERENCE[name]
-    part = Part(found.layout, row=g.heads * g.head_size * g.element_size)
-    return _Found(name, Paged(pointer_vector("kv_caches", found.addresses), (part,), device))
+    parts = parts_of(found.layout.format, [found.layout])
+    return _Found(name, Paged(pointer_vector("kv_caches", found.addresses), parts, device))
 
 
 def compute_kv_layout(

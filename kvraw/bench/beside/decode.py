@@ -21,7 +21,7 @@ __all__ = ["DECODERS", "DecodeLoop", "Decoder", "Steps", "percentile"]
 
 AHEAD = 8  # steps that are enqueued before the first of them is done
 SETTLE = 4  # first steps, that are not counted: transfers begin meanwhile
-LEAST, MOST = 20, 4000  # steps of a measurement
+LEAST, MOST = 30, 4000  # steps of a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class DecodeLoop:
         kind = {"device": self._place, "dtype": torch.bfloat16}
         with torch.no_grad(), torch.cuda.device(self._place):
             self._weights = [
-                [torch.empty(size, **kind).normal_(0, size[0] ** -0.5) for size in decoder.products()]
+                [torch.empty(size, **kind).normal_(0, 0.1 * size[0] ** -0.5) for size in decoder.products()]
                 for _ in range(decoder.layers)
             ]
             self._hidden = torch.randn(batch, decoder.hidden, **kind)
@@ -135,18 +135,31 @@ class DecodeLoop:
         self.step_seconds = self.steps(0.2).p50 / 1e3
 
     def _step(self, decoder: Decoder) -> Any:
-        torch, h = self._torch, self._hidden
+        torch, h = self._torch, self._hidden.clone()
         for attention, out, up, down in self._weights:
-            heads = (h @ attention)[:, : decoder.queries]
-            h = h + heads @ out
-            gate = h @ up
-            h = h + torch.nn.functional.silu(gate[:, : decoder.feed_forward]) @ down
-            h = h * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-5).to(h.dtype)
+            h.addmm_((h @ attention)[:, : decoder.queries], out)
+            h.addmm_(torch.nn.functional.silu((h @ up)[:, : decoder.feed_forward]), down)
         return h
 
-    def steps(self, seconds: float, beside: Callable[[Callable[[], bool]], None] | None = None) -> Steps:
-        """Replay steps for about `seconds`; `beside` is called with a function that says whether they still go on."""
-        count = SETTLE + max(LEAST, min(MOST, int(seconds / self.step_seconds)))
+    def steps(
+        self,
+        seconds: float,
+        beside: Callable[[Callable[[], bool]], None] | None = None,
+        step: float | None = None,
+    ) -> Steps:
+        """Replay steps for about `seconds`.
+
+        Parameters
+        ----------
+        seconds : float
+            How long; never less than some steps.
+        beside : callable, optional
+            Called meanwhile, with a function that says whether the steps still go on.
+        step : float, optional
+            Milliseconds that a step is expected to take; default: as long as alone.
+        """
+        expected = self.step_seconds if step is None else step / 1e3
+        count = SETTLE + max(LEAST, min(MOST, int(seconds / expected)))
         while len(self._events) <= count:
             self._events.append(self._torch.cuda.Event(enable_timing=True))
         starved: set[int] = set()
@@ -184,7 +197,7 @@ class DecodeLoop:
             for k in range(count):
                 while k >= AHEAD and not events[k - AHEAD + 1].query():
                     time.sleep(self.step_seconds / 8)
-                if k and events[k].query():
-                    starved.add(k)
                 self._graph.replay()
+                if k and events[k].query():  # the step before is over: this one may have come late
+                    starved.add(k)
                 events[k + 1].record(self.stream)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,21 +15,21 @@ from typing import Any
 import numpy as np
 
 import kvraw
-from kvraw.adapters import lmcache, sglang
 from kvraw.bench.beside.adapter_doors import LMCacheBlocks, LMCacheSlots, SGLang, VLLMBatch, VLLMBlocks
 from kvraw.bench.beside.decode import DecodeLoop, Steps
 from kvraw.bench.beside.doors import OneCopy, Planned, Pooled, PooledByPage
 from kvraw.bench.beside.ground import Case, Ground, Lane, Maker
+from kvraw.bench.beside.peers import OWN
 from kvraw.errors import LayoutError
 
-__all__ = ["DOORS", "ENGINES", "ROWS", "SIZES", "WAYS", "Flow", "Peers", "Selection", "Wanted", "measure", "select"]
+__all__ = ["DOORS", "ENGINES", "ROWS", "SIZES", "WAYS", "Flow", "Selection", "Wanted", "measure", "select"]
 
 MIB = 1 << 20
 ENGINES = ("auto", "kernel", "staged", "copy")
 ROWS = (256, 2 << 10, 32 << 10, 2 << 20)
 SIZES = (1, 8, 32, 256)  # MiB
 WAYS = ("store", "load", "both")
-ALONE, WARM = 0.2, 0.06  # seconds of the decode alone around each row, and of the row ahead of what counts
+ALONE, WARM = 0.15, 0.06  # seconds of the decode alone around each row, and of the row ahead of what counts
 WARM_CALLS = 6
 KVRAW = "kvraw"
 
@@ -161,7 +159,10 @@ def select(chosen: Selection, peers: Sequence[str] = ()) -> list[Wanted]:
         cells = list(product(rows, chosen.sizes or (32,), engines, ways))
         if swept and name == "plan":
             cells += product(door.rows[1:], (32,), ("auto",), ways)
-            cells += product(door.rows[:1], [s for s in SIZES if s != 32], ("auto",), [w for w in ways if w != "both"])
+        if swept and name in ("copy", "plan"):
+            cells += product(
+                door.rows[:1], [s for s in SIZES if s != 32], engines[:1], [w for w in ways if w != "both"]
+            )
         for row, mib, engine, way in cells:
             nbytes = mib * MIB
             least = {"copy": 1, "plan": 2 * row if row < 2 * MIB else row}.get(name, row)
@@ -175,47 +176,12 @@ def select(chosen: Selection, peers: Sequence[str] = ()) -> list[Wanted]:
     return out
 
 
-class Peers:
-    """Modules behind the doors that other projects have: kvraw's adapters, and their own where they can be imported.
-
-    Parameters
-    ----------
-    lmcache_path : str or None
-        LMCache's compiled module, as a file; default: the one that can be imported.
-    sglang_module : str or None
-        Name of a module with SGLang's operations; default: the one that can be imported.
-
-    Raises
-    ------
-    ImportError, OSError
-        What was named cannot be loaded.
-    """
-
-    def __init__(self, lmcache_path: str | None = None, sglang_module: str | None = None) -> None:
-        self.modules: dict[str, Any] = {}
-        if lmcache_path is not None:
-            spec = importlib.util.spec_from_file_location("c_ops", lmcache_path)
-            if spec is None or spec.loader is None:
-                raise ImportError(f"{lmcache_path} is no module")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            self.modules["lmcache"] = module
-        for name, asked, default in (
-            ("lmcache", None, "lmcache.c_ops"),
-            ("sglang", sglang_module, "sgl_kernel.kvcacheio"),
-        ):
-            if name in self.modules:
-                continue
-            with suppress(*((ImportError, OSError) if asked is None else ())):
-                self.modules[name] = importlib.import_module(asked or default)
-
-    def maker(self, wanted: Wanted) -> Maker:
-        """What makes the lanes of a row."""
-        door = DOORS[wanted.door]
-        if not door.peer:
-            return door.maker
-        own = {"lmcache": lmcache, "sglang": sglang}[door.peer]
-        return partial(door.maker, module=own if wanted.engine == KVRAW else self.modules[wanted.engine])
+def maker_of(wanted: Wanted, modules: Mapping[str, Any]) -> Maker:
+    """What makes the lanes of a row: `modules` are the peers' own."""
+    door = DOORS[wanted.door]
+    if not door.peer:
+        return door.maker
+    return partial(door.maker, module=OWN[door.peer] if wanted.engine == KVRAW else modules[wanted.engine])
 
 
 class Flow:
@@ -317,6 +283,19 @@ def figures(wanted: Wanted, flows: Sequence[Flow], beside: Steps, around: Sequen
     }
 
 
+def median_row(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of several rounds: each figure is the median of theirs."""
+    row = dict(found[len(found) // 2])
+    for name, value in row.items():
+        if isinstance(value, float):
+            row[name] = float(np.median([one[name] for one in found]))
+    row["starved"] = sum(one["starved"] for one in found)
+    row["steps"] = sum(one["steps"] for one in found)
+    row["calls"] = sum(one["calls"] for one in found)
+    row["alone_p50_milliseconds"] = [t for one in found for t in one["alone_p50_milliseconds"]]
+    return row
+
+
 def failed(wanted: Wanted, error: Exception) -> dict[str, Any]:
     """The row of a door that could not be measured."""
     return {
@@ -345,7 +324,13 @@ def lanes(ground: Ground, wanted: Wanted, maker: Maker) -> list[Lane]:
 
 
 def measure(
-    loop: DecodeLoop, ground: Ground, rows: Sequence[Wanted], peers: Peers, seconds: float, tick: Callable[[str], None]
+    loop: DecodeLoop,
+    ground: Ground,
+    rows: Sequence[Wanted],
+    modules: Mapping[str, Any],
+    seconds: float,
+    rounds: int,
+    tick: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
     """Measure rows, each as soon as it is done: compared, warmed up, beside the loop; the loop alone between.
 
@@ -356,7 +341,7 @@ def measure(
         tick(f"{wanted.door} {wanted.engine} {wanted.way}")
         with ExitStack() as stack:
             try:
-                made = lanes(ground, wanted, peers.maker(wanted))
+                made = lanes(ground, wanted, maker_of(wanted, modules))
                 for lane in made:
                     stack.callback(lane.close)
                 for lane in made:
@@ -365,11 +350,14 @@ def measure(
                         lane.call(at)
                     ground.settle()
                 flows = [Flow(lane, wanted.in_flight) for lane in made]
-                loop.steps(WARM, partial(run_flows, flows))
-                first = before or loop.steps(ALONE)
-                beside = loop.steps(seconds, partial(run_flows, flows))
-                before = loop.steps(ALONE)
-                row = figures(wanted, flows, beside, (first, before))
+                expected = loop.steps(WARM, partial(run_flows, flows)).p50
+                found = []
+                for _ in range(rounds):
+                    first = before or loop.steps(ALONE)
+                    beside = loop.steps(seconds, partial(run_flows, flows), expected)
+                    before = loop.steps(ALONE)
+                    found.append(figures(wanted, flows, beside, (first, before)))
+                row = median_row(found)
             except (kvraw.KvrawError, RuntimeError, TypeError, ValueError, AttributeError) as error:
                 before = None
                 row = failed(wanted, error)

@@ -58,6 +58,11 @@ class Arena:
             self._rebuild()
         return self._by_size[-1][0] if self._by_size else 0
 
+    @property
+    def end(self) -> int:
+        """Where the range ends that was added last; 0 where there is none."""
+        return sum(self._ranges[-1]) if self._ranges else 0
+
     # the holes
 
     def _rebuild(self) -> None:
