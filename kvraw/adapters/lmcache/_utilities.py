@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,8 @@ from kvraw.layouts.discovery import discover
 from kvraw.layouts.engine_shapes import shapes_of
 from kvraw.layouts.formats import FORMATS, VLLM_LAYOUTS
 from kvraw.layouts.parts import parts_of
+from kvraw.memo import Memo
 from kvraw.plain import require_memory
-from kvraw.runtime import fork
 from kvraw.runtime.context import at_reset
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ _NUMBERS = {
     for shape in shapes_of(form)
     if "vllm" in shape.words and shape.given in ("", "L") and shape.dims == form.axes
 }
-_lock = fork.lock()
-_known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
+_known: Memo[tuple[object, ...], _Found] = Memo(64)
 at_reset(_known.clear)
 
 
@@ -76,11 +74,7 @@ def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_
     key = (on_error, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
     found = _known.get(key)
     if found is None:
-        found = _read(tensors, flat[0], hints, number)
-        with _lock:
-            _known[key] = found
-            while len(_known) > 64:
-                _known.popitem(last=False)
+        found = _known.keep(key, _read(tensors, flat[0], hints, number))
     return found
 
 
