@@ -99,8 +99,8 @@ def set_pace(block: ArgumentBlock, width: int, state: DeviceState, rate: float, 
     require_rate(rate)
     if rate:
         words = block.record.view(np.uint64)
-        words[ka.PACE], words[ka.PACE_SLACK] = state.paces.address(way), SLACK * ka.TICKS
-        block.record.view(np.uint32)[ka.PACE_COST] = ka.pace_cost(block.record, width, rate)
+        cost = ka.pace_cost(block.record, width, rate)
+        words[ka.PACE], words[ka.PACE_SLACK], words[ka.PACE_COST] = state.paces.address(way), SLACK * ka.TICKS, cost
     return copy_kernel(width, rate > 0)
 
 
@@ -123,7 +123,7 @@ class BoundLaunch:
     count : int
         Ids.
     pace_address : int
-        Where the 32-bit word of the pace lies, which `pace_word` gives; of use to a launch that was bound with a rate.
+        Where the word of the pace lies, which `pace_word` gives; of use to a launch that was bound with a rate.
     """
 
     __slots__ = (
@@ -158,7 +158,7 @@ class BoundLaunch:
         self.index_addresses, self.table_addresses = indices, tables
         self.table_offset = 0
         self.status_address = int(block.record.ctypes.data) + 8 * ka.STATUS
-        self.pace_address = int(block.record.ctypes.data) + 4 * ka.PACE_COST
+        self.pace_address = int(block.record.ctypes.data) + 8 * ka.PACE_COST
 
     def pace_word(self, rate: float) -> int:
         """What has the launch keep to another rate in bytes a second; 0: to none."""
@@ -361,7 +361,7 @@ class KernelPlan:
         require_rate(rate)
         kernel = copy_kernel(width, rate > 0)  # first, for it may fail
         split = ka.fill_width(self._block.record, self.plan, width)
-        self._short[ka.PACE_COST] = ka.pace_cost(self._block.record, width, rate)
+        self._words[ka.PACE_COST] = ka.pace_cost(self._block.record, width, rate)
         self._words[ka.PACE_SLACK] = SLACK * ka.TICKS
         self._segments, self._kernel = self.plan.runs_per_item * split, kernel
 
