@@ -24,11 +24,12 @@ __all__ = ["PagedCache"]
 _MOST_PLANS = 128
 
 
-def _views(tensors: Any, name: str = "tensors") -> Any:
+def views_of(tensors: Any, name: str = "tensors") -> Any:
+    """What discovery takes of tensors: of one, or of lists and dicts of them, as lists."""
     if isinstance(tensors, Mapping):
-        return [_views(t, f"{name}[{key!r}]") for key, t in tensors.items()]
+        return [views_of(t, f"{name}[{key!r}]") for key, t in tensors.items()]
     if isinstance(tensors, (list, tuple, ValuesView)):
-        return [_views(t, f"{name}[{at}]") for at, t in enumerate(tensors)]
+        return [views_of(t, f"{name}[{at}]") for at, t in enumerate(tensors)]
     return tensor_view(tensors, name)
 
 
@@ -158,7 +159,7 @@ class PagedCache(NotPicklable):
         Traceback (most recent call last):
         kvraw.errors.LayoutError: ...
         """
-        views = _views(tensors)
+        views = views_of(tensors)
         found = discover(
             views,
             axes=axes,

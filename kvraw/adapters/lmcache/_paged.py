@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,21 +14,21 @@ from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._types import ArgumentError
 from kvraw.adapters.tensors import flatten
-from kvraw.arrays import U64, is_pointer, pointer_vector, tensor_view
-from kvraw.cache import require_host
+from kvraw.arrays import U64, is_pointer, pointer_vector
+from kvraw.cache import require_host, views_of
 from kvraw.copying.plan import Side
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS, Format
 from kvraw.layouts.geometry import CacheLayout, Geometry
 from kvraw.layouts.parts import Part, parts_of, read_parts
-from kvraw.plain import require_memory, require_plain
+from kvraw.plain import require_memory
 from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.memory import locate_all
 
 __all__ = [
-    *("Counts", "Paged", "addresses_of", "from_pointers", "from_tensors", "interned", "is_tensor", "views_of"),
+    *("Counts", "Paged", "addresses_of", "from_pointers", "from_tensors", "interned", "is_tensor"),
 ]
 
 _ENDLESS = 1 << 31  # blocks, where the caller does not say how many there are
@@ -182,16 +182,6 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "data_ptr") and hasattr(value, "stride")
 
 
-def views_of(name: str, tensors: Any) -> Any:
-    """The tensors of lists as what discovery takes."""
-    return [views_of(name, t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensor_view(tensors, name)
-
-
-def _require_plain(tensors: Sequence[Any]) -> None:
-    for at, tensor in enumerate(tensors):
-        require_plain(f"paged tensor {at}", tensor)
-
-
 def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, device: int | None, row: int = 0) -> Paged:
     """A paged cache from tensors, whose shapes and strides rule.
 
@@ -204,16 +194,15 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
     try:
         seen = tuple((t.data_ptr(), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
     except (RuntimeError, NotImplementedError):  # one without memory
-        _require_plain(flat)
+        views_of(tensors, "paged tensors")
         raise
 
     def make() -> Paged:
-        _require_plain(flat)
         form = FORMATS[number]
         planes = _planes(form, kv_size)
         try:
             addresses, parts = read_parts(
-                "paged tensors", views_of("paged tensors", tensors), form, block_size=block_size, planes=planes, row=row
+                "paged tensors", views_of(tensors, "paged tensors"), form, block_size=block_size, planes=planes, row=row
             )
         except LayoutError as error:
             raise ArgumentError(str(error)) from None

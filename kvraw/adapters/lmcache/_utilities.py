@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvraw.adapters.lmcache._blocks import blocks_of
 from kvraw.adapters.lmcache._ids import ids_of
-from kvraw.adapters.lmcache._paged import Paged, from_tensors, views_of
+from kvraw.adapters.lmcache._paged import Paged, from_tensors
 from kvraw.adapters.lmcache._place import tensor_device
 from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
 from kvraw.adapters.tensors import flatten
 from kvraw.arrays import pointer_vector
+from kvraw.cache import views_of
 from kvraw.layouts.discovery import discover
-from kvraw.layouts.engine_shapes import shapes_of
+from kvraw.layouts.engine_shapes import every_shape
 from kvraw.layouts.formats import FORMATS, VLLM_LAYOUTS
 from kvraw.layouts.parts import parts_of
 from kvraw.plain import require_memory
@@ -29,21 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["compute_kv_layout", "gather_paged_kv_to_cpu", "scatter_cpu_to_paged_kv"]
 
 _log = logging.getLogger("kvraw")
-_FORMS = [FORMATS[number] for number in sorted(FORMATS)]
-# What the reference version calls the layouts that later versions name by the whole row (10 and 11 are 12 and 13).
-_REFERENCE = {
-    form.number: other.number
-    for form in _FORMS
-    for other in _FORMS
-    if form.paired and not form.fused and other.fused and other.axes == form.axes
-}
 # The order of heads and tokens by vLLM's names, which say that K and V are one row: versions that know them say so.
 _POOLS = {name: "HND" if form.hnd else "NHD" for name, form in VLLM_LAYOUTS.items() if form.axes[-3:] in ("HTD", "THD")}
 _NUMBERS = {
-    shape.dims: form.number
-    for form in _FORMS
-    for shape in shapes_of(form)
-    if "vllm" in shape.words and shape.given in ("", "L") and shape.dims == form.axes
+    shape.dims: shape.format.number
+    for shape in every_shape()
+    if "vllm" in shape.words and shape.given in ("", "L") and shape.dims == shape.format.axes
 }
 _lock = fork.lock()
 _known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
@@ -112,7 +104,7 @@ def _axes(first: Any, number: int | None, kv_layout: str, nested: bool, cross_la
 def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None) -> _Found:
     device, block_size = tensor_device(first), hints.get("tokens_per_block")
     if number is None and len(first.shape) == 3 and first.element_size() == 1:
-        number = next((form.number for form in _FORMS if form.token_bytes == first.shape[-1] > 0), None)
+        number = next((form.number for form in FORMATS.values() if form.token_bytes == first.shape[-1] > 0), None)
     form = None if number is None else FORMATS[number]
     if number is not None and form is not None and form.several:
         return _Found(number, from_tensors(number, tensors, block_size or 0, 1, device))
@@ -122,7 +114,7 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
     given = hints.get("kv_layout") or ""
     # The reference version reads layers of an engine on the CPU as heads-first where nothing else is said.
     kv_layout = _POOLS.get(given, given) or ("HND" if device is None and not cross_layer else "NHD")
-    views = views_of("kv_caches", tensors)
+    views = views_of(tensors, "kv_caches")
     sizes: dict[str, Any] = {"block_size": block_size, "num_heads": hints.get("num_kv_heads")}
     nested = isinstance(tensors, list) and isinstance(tensors[0], (list, tuple))
     ruled = None if hints.get("kv_list_layout") else _axes(first, number, kv_layout, nested, cross_layer)
@@ -142,9 +134,9 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
             **sizes,
         )
         name = found.layout.format.number
-    even = found.layout.geometry.head_size % 2 == 0
-    if name in _REFERENCE and number is None and given not in _POOLS and even:
-        name = _REFERENCE[name]
+    older = FORMATS[name].older if name in FORMATS else -1
+    if older >= 0 and number is None and given not in _POOLS and found.layout.geometry.head_size % 2 == 0:
+        name = older  # the layouts that later versions name by the whole row
     parts = parts_of(found.layout.format, [found.layout])
     return _Found(name, Paged(pointer_vector("kv_caches", found.addresses), parts, device))
 
