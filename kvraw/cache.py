@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvraw.addresses import in_reach, no_address
-from kvraw.arrays import ASK_DRIVER, U64, TensorView, pointer_vector, tensor_view
+from kvraw.arrays import ASK_DRIVER, U64, pointer_vector, tensor_view
 from kvraw.checks import NotPicklable, integer
 from kvraw.errors import BoundsError, PlacementError
-from kvraw.layouts.discovery import discover
+from kvraw.layouts.discovery import discover, flatten
 from kvraw.layouts.formats import Format
 from kvraw.layouts.geometry import CacheLayout, Geometry, find_format
 from kvraw.runtime.context import device_if_active, generation, reset_error, resets
@@ -19,7 +19,7 @@ from kvraw.runtime.driver import driver_here
 from kvraw.runtime.host.libc import mapped
 from kvraw.runtime.memory import held_by, locate, locate_all
 
-__all__ = ["PagedCache"]
+__all__ = ["PagedCache", "views_of"]
 
 _MOST_PLANS = 128
 
@@ -31,10 +31,6 @@ def views_of(tensors: Any, name: str = "tensors") -> Any:
     if isinstance(tensors, (list, tuple, ValuesView)):
         return [views_of(t, f"{name}[{at}]") for at, t in enumerate(tensors)]
     return tensor_view(tensors, name)
-
-
-def _flatten(views: Any) -> list[TensorView]:
-    return [v for view in views for v in _flatten(view)] if isinstance(views, list) else [views]
 
 
 class PagedCache(NotPicklable):
@@ -173,7 +169,8 @@ class PagedCache(NotPicklable):
             planes=planes,
         )
         _require_distinct("tensors", found.layout, found.addresses)
-        devices, flat = [], _flatten(views)
+        devices: list[int | None] = []
+        flat: list[Any] = [*flatten(views)[1].values()]
         for view in flat:
             devices.append(locate(view.address, 1).device if view.device == ASK_DRIVER else view.device)
         if len(set(devices)) != 1:
