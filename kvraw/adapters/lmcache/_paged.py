@@ -59,6 +59,7 @@ class Paged:
     addresses: U64
     parts: tuple[Part, ...]
     device: int | None
+    number: int  # of its format
     plans: dict[tuple[object, ...], Any] = field(default_factory=dict)
     tables: list[Reached] = field(default_factory=list)
 
@@ -76,6 +77,11 @@ class Paged:
     def row(self) -> int:
         """Bytes of a token of one layer and plane."""
         return self.parts[0].row
+
+    @property
+    def hidden(self) -> int:
+        """Elements of a token of one layer and plane."""
+        return self.row // self.geometry.element_size
 
     def ready(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """What was made for a key before, or is made now."""
@@ -172,7 +178,7 @@ def from_pointers(number: int, addresses: U64, c: Counts, kv_size: int, device: 
                 f"paged_buffer_ptrs has {len(addresses)} addresses, format {number} with {c.layers} layers takes "
                 f"{need}, none of them null"
             )
-        return Paged(addresses[:need].copy(), parts_of(form, [layout]), device)
+        return Paged(addresses[:need].copy(), parts_of(form, [layout]), device, number)
 
     return interned((number, addresses.tobytes(), c, kv_size, device), make)
 
@@ -206,7 +212,7 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
             )
         except LayoutError as error:
             raise ArgumentError(str(error)) from None
-        return Paged(pointer_vector("paged_buffer_ptrs", addresses), parts, device)
+        return Paged(pointer_vector("paged_buffer_ptrs", addresses), parts, device, number)
 
     lists = [len(t) for t in tensors if isinstance(t, (list, tuple))] if isinstance(tensors, (list, tuple)) else []
     return interned((number, seen, *lists, block_size, kv_size, device, row), make)
