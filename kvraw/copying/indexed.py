@@ -123,6 +123,7 @@ class IndexedLaunch:
         c = Commands()
         stream, event, ctas, threads = c.value(), c.value(), c.value(), c.value()
         self._asked = -1
+        c.on_device(state.device)
         c.uncaptured(stream)
         if asks:
             asked: Value = c.value(2)
@@ -167,8 +168,8 @@ class IndexedLaunch:
             stream, or the pinned memory is no longer what it was.
         """
         state, program = self._state, self._program
-        if state.owner.context_device() != state.device:  # ahead of all: events are made in the current context
-            return None
+        if not state.completions.events and state.owner.context_device() != state.device:
+            return None  # ahead of all: an event would be made in the current context
         operation = state.completions.begin(stream)
         try:
             status = 0

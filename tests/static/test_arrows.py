@@ -19,6 +19,7 @@ LONGEST = 420  # lines of a file, docstrings apart
 ALLOWED = {
     "kvraw.errors": "",
     "kvraw.checks": "",
+    "kvraw.memo": "",
     "kvraw.config": "",
     "kvraw.layouts.formats": "errors",
     "kvraw.copying.plan": "errors",
@@ -45,7 +46,7 @@ ALLOWED = {
     "kvraw.transfer": "errors cache chunks copying.planner copying.transfer runtime transfer_plan",
     "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared layerwise",
     "kvraw.adapters": (
-        "errors addresses checks config layouts plain arrays runtime copying codec rope "
+        "errors addresses checks config layouts plain arrays memo runtime copying codec rope "
         "cache batch prepared transfer transfer_plan adapters"
     ),
     "kvraw.bench": "errors layouts runtime copying adapters bench",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -21,9 +20,9 @@ from kvraw.errors import LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS, Format
 from kvraw.layouts.geometry import CacheLayout, Geometry
 from kvraw.layouts.parts import Part, parts_of, read_parts
+from kvraw.memo import Memo
 from kvraw.plain import require_memory
 from kvraw.prepared import PreparedCopy, Reached
-from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.memory import locate_all
 
@@ -60,7 +59,7 @@ class Paged:
     parts: tuple[Part, ...]
     device: int | None
     number: int  # of its format
-    plans: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    plans: Memo[tuple[object, ...], Any] = field(default_factory=lambda: Memo(256))
     tables: list[Reached] = field(default_factory=list)
 
     @property
@@ -87,9 +86,7 @@ class Paged:
         """What was made for a key before, or is made now."""
         found: T | None = self.plans.get(key)
         if found is None:
-            if len(self.plans) > 256:
-                self.plans.clear()
-            found = self.plans[key] = make()
+            found = self.plans.keep(key, make())
         return found
 
     def reached(self) -> list[Reached]:
@@ -138,8 +135,7 @@ def _planes(form: Format, kv_size: int) -> int:
     return 2 if form.fused and kv_size == 2 else form.planes
 
 
-_lock = fork.lock()
-_known: OrderedDict[tuple[object, ...], Paged] = OrderedDict()
+_known: Memo[tuple[object, ...], Paged] = Memo(256)
 at_reset(_known.clear)
 
 
@@ -147,11 +143,7 @@ def interned(key: tuple[object, ...], make: Callable[[], Paged]) -> Paged:
     """The cache of a key, so that what was made ready for it is found again; the last 256 are kept."""
     found = _known.get(key)
     if found is None:
-        found = make()
-        with _lock:
-            _known[key] = found
-            while len(_known) > 256:
-                _known.popitem(last=False)
+        found = _known.keep(key, make())
     return found
 
 
