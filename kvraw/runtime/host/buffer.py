@@ -359,6 +359,7 @@ class HostBuffer(UseTracker, NotPicklable):
         device = integer("device", device)
         if self.pinned and not self._forked:  # also while `close` waits for the caller
             return
+        self.require_open()
         with self._pin_lock:
             self.require_open()
             if not self.pinned:
