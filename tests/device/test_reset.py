@@ -9,7 +9,6 @@ import kvraw
 from kvraw import codec
 from kvraw.adapters import sglang_direct
 from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _paged, _planned
-from kvraw.codec import arena
 from kvraw.copying import bounce, places, pointer_tables
 from kvraw.copying.device_state import device_state
 from kvraw.runtime import memory
@@ -207,7 +206,6 @@ def test_what_adapters_keep_is_forgotten(fake: FakeDriver) -> None:
         sglang_direct._by_value,
         sglang_direct._by_identity,
         memory._known,
-        arena._free,
     ]
     key = fake
     for one in tables:
