@@ -190,7 +190,7 @@ class BoundCopies:
             ranges.look(state.owner)
         if len(self._groups) == 1 and copy_engine.COMPILED.entry is not None:
             made = self._enumerate(src_index, dst_index, ranges.words)
-        if made > 0 and not ranges.pageable and submission.fits(state, stream, made):
+        if made > 0 and not ranges.pageable and submission.fits(state, stream):
             if not bound:  # the first call takes less time without a program of its own
                 again = self._again and ranges.unchanged()
                 batch, self._again = Batch(state, ranges.numbers) if again else None, True

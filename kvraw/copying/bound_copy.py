@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvraw.arrays import I64, U64, IndexVector
-from kvraw.copying import copy_engine
+from kvraw.copying import copy_engine, submission
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.addresses import AddressTable
 from kvraw.copying.bound import BoundCall, IdCheck, IdChecker, id_checker
@@ -19,7 +19,6 @@ from kvraw.copying.planner import Choice, RateLimit
 from kvraw.copying.staged import StagedChunks, StagedItems
 from kvraw.copying.staging_ring import StagingRing
 from kvraw.copying.status_words import once
-from kvraw.copying.submission import submit_as_one
 from kvraw.errors import DriverError
 from kvraw.runtime.completion import Completion, Operation
 
@@ -108,7 +107,7 @@ class BoundCopy:
             def work(operation: Operation, capturing: bool) -> None:
                 self.enqueue(state, operation, call, choice)
 
-            return submit_as_one(state, stream, work, pageable=pageable, refs=refs), "copy"
+            return submission.submit_as_one(state, stream, work, pageable=pageable, refs=refs), "copy"
         operation = state.completions.begin(stream, captured=call.capturing)
         try:
             self.enqueue(state, operation, call, choice)
@@ -130,14 +129,14 @@ class BoundCopy:
         engine = choice.engine
         operation.recorded = False  # behind another part of it
         if engine == "kernel" and not call.capturing and call.host_ids and call.host_tables:
-            bound = self.bound_kernel(state, call)
+            bound = self._bound_kernel(state, call)
             if bound is not None and bound.run_call(operation, call):
                 return choice
         self.check(state, call)
         if engine == "kernel":
             self._enqueue_kernel(state, operation, call, call.first, call.count, call.on_error)
         elif engine == "copy":
-            self._enqueue_copies(operation, call)
+            self._enqueue_copies(state, operation, call)
         elif self.chooser.rows(call):
             self._enqueue_rows(state, operation, call)
         else:
@@ -180,7 +179,7 @@ class BoundCopy:
             on_error=on_error,
         )
 
-    def _enqueue_copies(self, operation: Operation, call: Call) -> None:
+    def _enqueue_copies(self, state: DeviceState, operation: Operation, call: Call) -> None:
         src, dst = call.side(0, on_device=False), call.side(1, on_device=False)
         # Neighbours among chunks grow together: where their registrations end, `edges` says.
         rows = self.plan.src, self.plan.dst
@@ -193,13 +192,22 @@ class BoundCopy:
         found = self._described(src, dst, call.first, call.count, apart=apart, edges=edges)
         operation.enqueued.append(operation.stream)
         pageable = call.src.pageable or call.dst.pageable
-        copy_engine.enqueue(found, operation.stream, capturing=call.capturing, pageable=pageable, edges=edges, cut=True)
+        submission.enqueue(state, operation, found, capturing=call.capturing, pageable=pageable, edges=edges)
 
-    def bound_rows(self, state: DeviceState, call: Call) -> BoundRows:
-        """What staged calls like this one, of whole chunks, have in common."""
+    def bound(self, state: DeviceState, call: Call, engine: str) -> BoundCall | BoundRows | None:
+        """What enqueues calls like this one, by an engine, that differ in ids and chunks alone; None: step by step."""
+        if engine == "kernel":
+            return self._bound_kernel(state, call)
+        return self._bound_rows(state, call) if engine == "staged" else None
+
+    def _bound_rows(self, state: DeviceState, call: Call) -> BoundRows | None:
+        """What staged calls like this one have in common; None where not all is whole chunks."""
+        chunks = self._chunks(call)[0]
+        if call.first or call.count != len(chunks) * (self.plan.dst if call.dst is chunks else self.plan.src).page:
+            return None
         staged, ring = self._rows_of(state, call)
         checker = id_checker(state, self._id_checks[0 if staged.store else 1])
-        return BoundRows(staged, ring, checker, self._chunks(call)[0].alignment, call.edges)
+        return BoundRows(staged, ring, checker, chunks.alignment, call.edges)
 
     def run_rows(
         self,
@@ -237,7 +245,7 @@ class BoundCopy:
         indexed = (call.src_index is not None) + 2 * (call.dst_index is not None)
         return call.first, call.count, len(src), len(dst), src.alignment | dst.alignment, src.link, dst.link, indexed
 
-    def bound_kernel(self, state: DeviceState, call: Call) -> BoundCall | None:
+    def _bound_kernel(self, state: DeviceState, call: Call) -> BoundCall | None:
         """The program of a kernel call; None where it needs more than an argument block holds."""
         src, dst = call.src, call.dst
         assert isinstance(src, AddressTable)

@@ -111,6 +111,8 @@ class BoundLaunch:
 
     Attributes
     ----------
+    block : ArgumentBlock
+        The arguments.
     kernel, ctas, threads, params : int
         What the driver takes.
     index_addresses : list of int
@@ -128,8 +130,8 @@ class BoundLaunch:
     """
 
     __slots__ = (
-        *("_block", "_width", "count", "ctas", "index_addresses", "kernel", "pace_address", "params", "status_address"),
-        *("table_addresses", "threads"),
+        *("block", "_width", "count", "ctas", "index_addresses", "kernel", "pace_address", "params"),
+        *("status_address", "table_addresses", "threads"),
     )
 
     def __init__(
@@ -143,7 +145,7 @@ class BoundLaunch:
         width: int,
     ) -> None:
         self._width = width
-        self._block, self.kernel, self.params, self.count = block, kernel, block.address, count
+        self.block, self.kernel, self.params, self.count = block, kernel, block.address, count
         self.ctas, self.threads = grid
         self.index_addresses, self.table_addresses = indices, tables
         self.status_address, self.pace_address = block.start + 8 * ka.STATUS, block.start + 8 * ka.PACE_COST
@@ -151,7 +153,7 @@ class BoundLaunch:
     def pace_word(self, rate: float) -> int:
         """What has the launch keep to another rate in bytes a second; 0: to none."""
         require_rate(rate)
-        return ka.pace_cost(self._block.record, self._width, rate)
+        return ka.pace_cost(self.block.record, self._width, rate)
 
 
 class KernelPlan:
@@ -293,7 +295,7 @@ class KernelPlan:
         bits: int,
         *,
         link: bool,
-        width: int = 0,
+        width: int | tuple[int, int] = 0,
         skipped: int = 0,
         rate: float | None = None,
         way: str = "",
@@ -313,8 +315,8 @@ class KernelPlan:
             The alignment of all base addresses, or-ed together.
         link : bool
             Host memory takes part.
-        width : int
-            Bytes of an id on the device; 0: ids are the host's.
+        width : int, or two
+            Bytes of an id on the device, of either side or of each; 0: ids are the host's.
         skipped : int
             Leading entries that the tables of sides without ids are short of: those of items before `first`.
         rate, way : float, str
@@ -324,17 +326,17 @@ class KernelPlan:
             rate = self.limit.rate(state.device, way) if link else 0.0
         plan = self.plan
         lengths = [t if isinstance(t, int) else 0 if isinstance(t, DeviceTable) else len(t) for t in tables]
-        if sum(lengths) + count * len(indexed) * (width == 0) > ka.WORDS:
+        widths = (width, width) if isinstance(width, int) else width
+        if sum(lengths) + count * sum(not widths[k] for k in indexed) > ka.WORDS:
             return None
-        indexed_by = ka.INDEX_INLINE
-        if width:
-            indexed_by = (ka.INDEX_I64 if width == 8 else ka.INDEX_I32) | ka.CHECK * self.check
+        kinds = {0: ka.INDEX_INLINE, 8: ka.INDEX_I64 | ka.CHECK * self.check, 4: ka.INDEX_I32 | ka.CHECK * self.check}
         vector = plan.width(bits)
         block = ArgumentBlock(ka.ARGS)
         template = self._templates.get(vector)
         if template is None:
             filled = ArgumentBlock(ka.ARGS)
-            filled.words[:-1] = self._long[:-1]  # as the plan filled it: what else there is, is written below
+            filled.words[: ka.WORDS_AT] = self._long[: ka.WORDS_AT]  # as the plan filled it; the rest is written below
+            filled.words.view(np.uint32)[ka.PACE_COST] = 0
             template = self._templates[vector] = filled.words[:-1], ka.fill_width(filled.record, plan, vector)
         block.words[:-1] = template[0]
         segments = count * plan.runs_per_item * template[1]
@@ -342,7 +344,7 @@ class KernelPlan:
         start, at = block.start, 0
         places = []
         for k, (table, side) in enumerate(zip(tables, (plan.src_flat, plan.dst_flat), strict=True)):
-            flags[ka.FLAGS[k]] = ka.SKIP_NEGATIVE * side.skip_negative | indexed_by * (k in indexed)
+            flags[ka.FLAGS[k]] = ka.SKIP_NEGATIVE * side.skip_negative | kinds[widths[k]] * (k in indexed)
             if isinstance(table, DeviceTable):
                 words[ka.TABLE[k]] = table.address
                 places.append(start + 8 * ka.TABLE[k])
@@ -357,7 +359,7 @@ class KernelPlan:
         indices = [0, 0]
         for k in indexed:
             words[ka.INDEX[k]] = np.uint64((at - first) % 2**64)
-            indices[k] = start + 8 * (ka.INDEX[k] if width else ka.WORDS_AT + at)
+            indices[k] = start + 8 * (ka.INDEX[k] if widths[k] else ka.WORDS_AT + at)
             at += count
         words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, 0
         grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors, rate > 0), self.threads)

@@ -146,8 +146,7 @@ class RepeatedCalls:
     def _program(self, state: DeviceState, call: Call, choice: Choice) -> BoundCall | BoundRows | None:
         """The program of calls like one that was enqueued, which keeps nothing of it alive."""
         call = _without_owners(call)
-        kernel = choice.engine == "kernel"
-        return self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
+        return self._gpu.bound(state, call, choice.engine)
 
     def learn(self, state: DeviceState, pool: HostPool, call: Call) -> None:
         """Keep what a call that was enqueued by its bound program found out, for those of its kind."""

@@ -25,88 +25,18 @@ from kvraw.copying.kernel import BoundLaunch
 from kvraw.copying.operands import DeviceTable, Operands
 from kvraw.copying.plan import CopyPlan
 from kvraw.copying.staged_cuts import ChunkCuts, ItemCuts, Step
+from kvraw.copying.staged_program import DST, PARAMS, SlotProgram, slot_program
 from kvraw.copying.staging_ring import StagingRing
 from kvraw.runtime.completion import Operation
-from kvraw.runtime.program import IDS, Commands, Program, Value
 
 __all__ = ["StagedChunks", "StagedItems"]
 
 _MOST = 64  # kinds of calls, and launches, that are kept
-_FEW = 4  # copies that are enqueued one by one sooner than as a batch
 _NO_IDS: I64 = np.zeros(0, np.int64)
-# The words of a step in a program: of its launch, then of its slot and its copies.
-(TABLE_AT, TABLE, TABLE_COUNT, BASE, IDS_AT, IDS_COUNT, IDS_FIRST, INDEX_AT, STATUS_AT, THERE) = range(10)
-(PAGED_AT, PAGED, PAGED_COUNT, KERNEL, CTAS, THREADS, PARAMS) = range(10, 17)
-(FREE, FULL, CLEARED, DST, SRC, SIZES, EACH, BATCH) = range(17, 25)
 
 
 def _at(vector: U64 | I64) -> int:
     return int(vector.ctypes.data)
-
-
-class _SlotProgram:
-    """What calls of so many steps do, whatever they copy. Whoever runs it holds the ring's lock.
-
-    Parameters
-    ----------
-    lead : bool
-        A launch straight to the chunks goes ahead of the slots.
-    parts : int
-        Batch calls for the copies of one slot, of which the driver takes so many at once.
-    """
-
-    def __init__(self, state: DeviceState, ring: StagingRing, store: bool, steps: int, lead: bool, parts: int) -> None:
-        c, copies = Commands(), ring.copies.handle
-        self.width = BATCH + parts
-        stream, event, there, table, upload = c.value(), c.value(), c.value(2), c.value(), c.value(3)
-        words = c.value(PARAMS + 1 + steps * self.width)
-        self.stream, self.event, self.there, self.table = stream.index, event.index, there.index, table.index
-        self.upload, self.steps = upload.index, words.index + PARAMS + 1
-        self.batches = parts if state.owner.batch_supported() else 0
-        # With nothing ahead of them the caller's stream packs the slots of a store: it waits for their copies anyway.
-        packs = ring.packs.handle if lead else stream
-        writer, reader = (packs, copies) if store else (copies, stream)
-        self.streams = (copies, ring.packs.handle) if lead else (copies,)
-
-        def launch(at: int, on: Value | int) -> None:
-            w = [Value(at + k) for k in range(PARAMS + 1)]
-            c.write(w[TABLE_AT], w[TABLE], w[TABLE_COUNT], add=w[BASE])
-            c.write(w[IDS_AT], IDS, w[IDS_COUNT], first=w[IDS_FIRST])
-            c.write(w[INDEX_AT], there.address, w[THERE])
-            c.write(w[STATUS_AT], Value(there.index + 1).address, w[THERE])
-            c.write(w[PAGED_AT], w[PAGED], w[PAGED_COUNT])
-            c.launch(w[KERNEL], w[CTAS], w[THREADS], on, w[PARAMS])
-
-        c.on_device(state.device)
-        c.uncaptured(stream)
-        c.copy(upload, Value(upload.index + 1), Value(upload.index + 2), stream)
-        if writer is not stream:
-            c.record(ring.start, stream)
-            c.wait(writer, ring.start)
-        if lead:
-            launch(words.index, stream)
-        for step in range(steps):
-            at = self.steps + step * self.width
-            w = [Value(at + k) for k in range(self.width)]
-            c.wait(writer, w[FREE])
-            if store:
-                c.memset(w[BASE], 0, w[CLEARED], packs)
-                launch(at, packs)
-                c.record(w[FULL], writer)
-                c.wait(reader, w[FULL])
-            c.copy_each(w[DST], w[SRC], w[SIZES], w[EACH], copies)
-            for k in range(self.batches):
-                step_back = 8 * k * config.MAX_BATCH.get()
-                c.copy_batch(w[DST] + step_back, w[SRC] + step_back, w[SIZES] + step_back, w[BATCH + k], copies)
-            if not store:
-                c.record(w[FULL], writer)
-                c.wait(reader, w[FULL])
-                launch(at, stream)
-            c.record(w[FREE], reader)
-        if store:
-            c.wait(stream, w[FREE])
-        c.record(event, stream)
-        self.program = Program(c, state.owner)
 
 
 class _Moves(NamedTuple):
@@ -155,7 +85,7 @@ class _Kind:
         self.seen: U64 = np.zeros(0 if lead is None else lead.chunks, np.uint64)
         self.moves: _Moves | None = None
         self.hosts: U64 = np.zeros(0, np.uint64)
-        self.most = 0  # copies of a slot
+        self.parts = 1  # batches of the copies of a slot
         self.words: dict[tuple[int, int], tuple[memoryview[int], U64]] = {}
 
 
@@ -268,7 +198,7 @@ class _Staged:
             *(where, source, count, launch.kernel, launch.ctas, launch.threads, launch.params),
         ]
 
-    def _words(self, kind: _Kind, ring: StagingRing, made: _SlotProgram, cleared: bool) -> tuple[memoryview[int], U64]:
+    def _words(self, kind: _Kind, ring: StagingRing, made: SlotProgram, cleared: bool) -> tuple[memoryview[int], U64]:
         """The words of a program from the ring's next slot on, and the slots' ends of the copies that are known."""
         table_value = _at(made.program.vector) + 8 * made.table
         words, moves, ahead = [0, 0, 0], kind.moves, 0  # nothing is uploaded
@@ -291,7 +221,7 @@ class _Staged:
             if moves is not None:
                 begin, end = moves.begins[number], moves.begins[number + 1]
                 copies[:3] = [place + 8 * begin for place in places]
-                copies[3:] = _counts(end - begin, made)
+                copies[3:] = made.counts(end - begin)
             words += copies
         return memoryview(array("Q", words)), ends
 
@@ -307,16 +237,14 @@ class _Staged:
         on_error: Callable[[Exception], None] | None,
     ) -> bool:
         """Run the program of a call, whose ring's lock is held; `moved` gives the copies of each slot anew."""
-        found, parts = None, 1
+        found = None
         if moved is not None:
             found = moved()
             parts = max(1, -(-max(len(d) for d in found) // config.MAX_BATCH.get()))
-        elif kind.most > _FEW:
-            parts = -(-kind.most // config.MAX_BATCH.get())
+        else:
+            parts = kind.parts
         key = len(kind.steps), kind.lead is not None, parts
-        made = ring.programs.get(key)
-        if made is None:
-            made = ring.programs[key] = _SlotProgram(state, ring, self._store, *key)
+        made = ring.programs.get(key) or slot_program(state, ring, self._store, *key)
         turn = ring.turn, parts
         if turn not in kind.words:
             cleared = self._store and self._check and index is not None and index.host is None
@@ -326,7 +254,7 @@ class _Staged:
         for number, d in enumerate(found or ()):
             at = made.steps + number * made.width + DST
             values[at], values[at + 1], values[at + 2] = _at(d.dst), _at(d.src), _at(d.sizes)
-            for k, count in enumerate(_counts(len(d), made)):
+            for k, count in enumerate(made.counts(len(d))):
                 values[at + 3 + k] = count
         ids = _NO_IDS if index is None or index.host is None else index.host
         if kind.width or table is not None:
@@ -342,7 +270,7 @@ class _Staged:
         state: DeviceState,
         operation: Operation,
         kind: _Kind,
-        made: _SlotProgram,
+        made: SlotProgram,
         index: IndexVector | None,
         table: AddressTable | DeviceTable | None,
         on_error: Callable[[Exception], None] | None,
@@ -380,15 +308,6 @@ class _Staged:
             if kind.upload[1]:
                 values[made.table] = to + 8 * len(ids)
         values[made.there], values[made.there + 1] = there, status
-
-
-def _counts(copies: int, made: _SlotProgram) -> list[int]:
-    """How many copies go one by one, and in each batch call."""
-    parts = range(made.width - BATCH)
-    if copies <= _FEW or not made.batches:
-        return [copies, *[0 for _ in parts]]
-    most = config.MAX_BATCH.get()
-    return [0, *(max(0, min(most, copies - k * most)) for k in parts)]
 
 
 class StagedChunks(_Staged):
@@ -461,7 +380,7 @@ class StagedChunks(_Staged):
                 kind = self._new(state, key, self._cuts.steps(first_chunk, chunks), index, None, bits)
                 kind.moves = _Moves.of(kind.steps, nbytes, (False,) * first_chunk + joined)
                 kind.hosts = np.zeros(len(kind.moves.sizes), np.uint64)
-                kind.most = int(np.diff(kind.moves.begins).max())
+                kind.parts = -(-int(np.diff(kind.moves.begins).max()) // config.MAX_BATCH.get())
             moves = kind.moves
             assert moves is not None
             # Written in place: the driver reads both vectors during the call alone.

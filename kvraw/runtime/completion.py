@@ -242,12 +242,10 @@ class Operation(Completion):
             del enqueued[before:]
         return done
 
-    def finish(self, refs: object) -> Completion | None:
-        """`commit` where a program enqueued the operation, `abort` and None where it enqueued nothing."""
-        if self.recorded:
-            return self.commit(refs)
+    def abandon(self) -> None:
+        """`abort` where a program enqueued nothing."""
+        self.enqueued.clear()
         self.abort()
-        return None
 
     def commit(self, refs: object) -> Completion:
         """Record the event on the stream behind all that was enqueued, and keep `refs` until it is reached."""

@@ -104,7 +104,7 @@ def driver_functions(driver: object) -> DriverFunctions | None:
         try:
             driver._fail(call, code)
         except DriverError as made:
-            return made.with_traceback(None) if index is None else made.at(index)
+            return made.with_traceback(None)
 
     known = vars(driver)["program_functions"] = DriverFunctions(found, error)
     return known
@@ -273,7 +273,7 @@ class Program:
             self.ended_at = row
             return False
         assert self._functions is not None
-        index = detail if op in (pr.BATCH, pr.EACH) and 0 <= detail < int(self._table[row, 4]) else None
+        index = detail if op == pr.BATCH and 0 <= detail < int(self._table[row, 4]) else None
         error = self._functions.error(pr.CALLS[op], result, index)
         error.command = row
         raise error
@@ -359,10 +359,7 @@ def _call(driver: DriverMethods, op: int, operands: Sequence[int], release: bool
             driver.memcpy_batch_async(_words(a, d), _words(b, d), _words(c, d), e)
     elif op == pr.EACH:
         for k in range(d):
-            try:
-                _call(driver, pr.COPY, (*(int(_words(v, d)[k]) for v in (a, b, c)), e, 0, 0, 0), release)
-            except DriverError as error:
-                raise error.at(k) from error
+            _call(driver, pr.COPY, (*(int(_words(v, d)[k]) for v in (a, b, c)), e, 0, 0, 0), release)
     elif op == pr.COPY_2D:
         if e and f:
             driver.memcpy_2d_async(a, b, c, d, e, f, g)

@@ -247,14 +247,10 @@ def _run_source(header: Any, ids: Any) -> Any:
                 result = _call9(f, a, b, c, d, header + ATTRIBUTES, header + ATTRIBUTES_AT, 1, header + FAILED_COPY, e)
                 detail = _load(header + FAILED_COPY)
         elif op == EACH:
-            detail = 0
-            while detail < d and result == 0:
-                at = 8 * detail
-                size = _load(c + at)
-                if size:
-                    result = _copy(f, _load(a + at), _load(b + at), size, e)
-                detail += 1
-            detail = detail - 1 if result else 0
+            for j in range(d):
+                size = _load(c + 8 * j)
+                if size and result == 0:
+                    result = _copy(f, _load(a + 8 * j), _load(b + 8 * j), size, e)
         elif op == COPY_2D:
             if e and _load(row + 48):
                 s = header + COPY_2D_AT
