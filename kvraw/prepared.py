@@ -19,7 +19,7 @@ from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.kernel import THREADS, KernelPlan
 from kvraw.copying.operands import DeviceTable, Operands, check_entries, check_host_index, require_index
 from kvraw.copying.plan import CopyPlan, Side
-from kvraw.copying.planner import Neighbour, RateLimit
+from kvraw.copying.planner import Choice, Neighbour, RateLimit
 from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.runtime.completion import Operation
@@ -34,15 +34,16 @@ Reached = AddressTable
 _NONE = np.zeros(0, np.uint64)
 _GPU_ENGINES = ("kernel", "copy", "staged")
 _HOST_ENGINES = ("cpu", "reference")
+_KERNEL = Choice("kernel", "asked for", 0.0)
 
 
 class PreparedCall:
     """One copy with its arguments, to be enqueued as a part of an operation."""
 
-    __slots__ = ("_bound", "_call")
+    __slots__ = ("_bound", "_call", "_choice")
 
-    def __init__(self, bound: BoundCopy, call: Call) -> None:
-        self._bound, self._call = bound, call
+    def __init__(self, bound: BoundCopy, call: Call, choice: Choice | None = None) -> None:
+        self._bound, self._call, self._choice = bound, call, choice
 
     def enqueue(
         self,
@@ -55,7 +56,7 @@ class PreparedCall:
         if not self._call.count:
             return "none"
         self._call.capturing, self._call.on_error = capturing, on_error
-        choice = self._bound.enqueue(state, operation, self._call)
+        choice = self._bound.enqueue(state, operation, self._call, self._choice)
         operation.recorded = False  # other parts may come behind it
         return choice.engine
 
@@ -162,6 +163,8 @@ class PreparedCopy:
         dst_index: Any = None,
         first: int = 0,
         stream: Any = None,
+        engine: str | None = None,
+        on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
     ) -> Transfer:
         """Copy items `first` to `first + count`; on a GPU, enqueue the copy on `stream`.
@@ -176,6 +179,10 @@ class PreparedCopy:
             Index of each item, at least `first + count` values; None: the item itself.
         stream : object
             As for `kvraw.store`; a GPU needs one.
+        engine : str, optional
+            "kernel": by a kernel, whatever else could carry this call out.
+        on_error : callable, optional
+            Receives what kernels find in indices on the device, where nobody waits for the copy.
         refs : object
             Kept alive until the copy is over.
 
@@ -200,10 +207,12 @@ class PreparedCopy:
             return Transfer(device=self.device)
         with DeviceScope(self.device):
             call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
-            call.capturing = driver().stream_capturing(handle)
+            call.capturing, call.on_error = driver().stream_capturing(handle), on_error
             kept = (refs, call, src, dst, src_index, dst_index)
-            completion, engine = self.bound.submit(device_state(self.device), handle, call, kept)
-        return Transfer((completion,), engine, self.device)
+            completion, chosen = self.bound.submit(
+                device_state(self.device), handle, call, kept, _KERNEL if engine == "kernel" else None
+            )
+        return Transfer((completion,), chosen, self.device)
 
     def call(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
@@ -230,13 +239,21 @@ class PreparedCopy:
         return self.bound.kernel
 
     def ready(
-        self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
+        self,
+        src: Any,
+        dst: Any,
+        count: int,
+        *,
+        src_index: Any = None,
+        dst_index: Any = None,
+        first: int = 0,
+        engine: str | None = None,
     ) -> PreparedCall:
         """Check the arguments of a call on a GPU, for one operation of several copies. Its context is current."""
         call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
         assert self.device is not None
         self.bound.check(device_state(self.device), call)
-        return PreparedCall(self.bound, call)
+        return PreparedCall(self.bound, call, _KERNEL if engine == "kernel" else None)
 
     def launch(
         self,
@@ -266,22 +283,6 @@ class PreparedCopy:
             operation.abort()
             raise
         return Transfer((completion,), "kernel", self.device)
-
-    def enqueue_kernel(
-        self,
-        state: DeviceState,
-        operation: Operation,
-        src: Operands,
-        dst: Operands,
-        first: int,
-        count: int,
-        *,
-        link: bool,
-        way: str = "",
-        on_error: Callable[[Exception], None] | None = None,
-    ) -> None:
-        """Enqueue the kernel as a part of an operation, with operands that the caller has checked; as `launch`."""
-        self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, way=way, on_error=on_error)
 
     def _take(
         self, bases: tuple[Any, Any], index: tuple[Any, Any], first: int, count: int

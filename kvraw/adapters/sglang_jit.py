@@ -68,17 +68,10 @@ def _all_layer(
     transfer(*ends, indices_src, indices_dst, numbers, quota, WARPS, INTS)
 
 
+# fmt: off
 def transfer_hicache_one_layer(
-    k_cache_dst: Any,
-    v_cache_dst: Any,
-    indices_dst: Any,
-    k_cache_src: Any,
-    v_cache_src: Any,
-    indices_src: Any,
-    *,
-    element_dim: int | None = None,
-    unroll: int | None = None,
-    block_quota: int | None = None,
+    k_cache_dst: Any, v_cache_dst: Any, indices_dst: Any, k_cache_src: Any, v_cache_src: Any, indices_src: Any,
+    *, element_dim: int | None = None, unroll: int | None = None, block_quota: int | None = None,
 ) -> None:
     """One layer of K and V, the destination first; rows may have gaps between them. `unroll` has no meaning here."""
     _one_layer(
@@ -87,32 +80,17 @@ def transfer_hicache_one_layer(
 
 
 def transfer_hicache_one_layer_mla(
-    cache_dst: Any,
-    indices_dst: Any,
-    cache_src: Any,
-    indices_src: Any,
-    *,
-    element_dim: int | None = None,
-    unroll: int | None = None,
-    block_quota: int | None = None,
+    cache_dst: Any, indices_dst: Any, cache_src: Any, indices_src: Any,
+    *, element_dim: int | None = None, unroll: int | None = None, block_quota: int | None = None,
 ) -> None:
     """One layer of one plane, the destination first; rows may have gaps between them. `unroll` has no meaning here."""
     _one_layer((cache_dst,), indices_dst, (cache_src,), indices_src, element_dim, block_quota)
 
 
 def transfer_hicache_all_layer(
-    k_ptr_dst: Any,
-    v_ptr_dst: Any,
-    indices_dst: Any,
-    k_ptr_src: Any,
-    v_ptr_src: Any,
-    indices_src: Any,
-    *,
-    kv_cache_src_stride_bytes: int,
-    kv_cache_dst_stride_bytes: int,
-    element_size: int | None = None,
-    unroll: int | None = None,
-    block_quota: int | None = None,
+    k_ptr_dst: Any, v_ptr_dst: Any, indices_dst: Any, k_ptr_src: Any, v_ptr_src: Any, indices_src: Any,
+    *, kv_cache_src_stride_bytes: int, kv_cache_dst_stride_bytes: int, element_size: int | None = None,
+    unroll: int | None = None, block_quota: int | None = None,
 ) -> None:
     """All layers by tables of addresses, the destination first, each side with its own stride of tokens."""
     dst, src = (k_ptr_dst, v_ptr_dst), (k_ptr_src, v_ptr_src)
@@ -121,22 +99,16 @@ def transfer_hicache_all_layer(
 
 
 def transfer_hicache_all_layer_mla(
-    ptr_dst: Any,
-    indices_dst: Any,
-    ptr_src: Any,
-    indices_src: Any,
-    *,
-    cache_src_stride_bytes: int,
-    cache_dst_stride_bytes: int,
-    element_size: int | None = None,
-    unroll: int | None = None,
-    block_quota: int | None = None,
+    ptr_dst: Any, indices_dst: Any, ptr_src: Any, indices_src: Any,
+    *, cache_src_stride_bytes: int, cache_dst_stride_bytes: int, element_size: int | None = None,
+    unroll: int | None = None, block_quota: int | None = None,
 ) -> None:
     """All layers of one plane by tables of addresses, the destination first, each side with its own stride."""
     strides = cache_src_stride_bytes, cache_dst_stride_bytes
     _all_layer((ptr_dst,), indices_dst, (ptr_src,), indices_src, strides, element_size, block_quota)
 
 
+# fmt: on
 def _numbers(name: str, values: Any) -> I64:
     host = index_vector(name, values).host
     if host is None:

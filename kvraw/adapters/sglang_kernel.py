@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from kvraw.runtime.stream import capturing
 
 __all__ = ["INTS", "WARPS", "End", "Ids", "Numbers", "default_quota", "launch", "transfer"]
 
+T = TypeVar("T")
 INTS, WARPS = ("int64", "int32"), 32
 QUOTA_VARIABLE, QUOTA = "SGLANG_HICACHE_BLOCK_QUOTA", 2
 
@@ -81,15 +82,19 @@ class _Ready(NamedTuple):
     bound: IndexedLaunch | None = None
 
 
-def _make(src: End, dst: End, numbers: Numbers, quota: int, warps: int, device: int | None, bits: int) -> _Ready:
+def _make(src: End, dst: End, numbers: Numbers, quota: int, warps: int, state: DeviceState | None, bits: int) -> _Ready:
     """Make ready all that does not change from call to call; on a GPU its context is current."""
-    rows = Rows(*numbers)
+    rows, device = Rows(*numbers), None if state is None else state.device
     ends = place_end("src", src, rows, device, bits), place_end("dst", dst, rows, device, bits)
     counts = {"layers": rows.layers or 1, "planes": len(src[2]), "tokens": 1, "heads": rows.heads}
     plan = CopyPlan(ends[0].side, ends[1].side, **counts, run=rows.item // rows.heads)
-    if device is None:
+    if state is None:
         return _Ready(PreparedCopy(plan, device=None, index_names=_INDEX_NAMES), *ends)
-    return _Ready(KernelPlan(plan, ctas=quota, threads=warps * 32, names=_INDEX_NAMES), *ends)
+    kernels, kind = state.bound[_KERNELS], (plan, quota, warps)
+    kernel = kernels.get(kind)
+    if kernel is None:  # else made for another layer
+        kernel = _keep(kernels, kind, KernelPlan(plan, ctas=quota, threads=warps * 32, names=_INDEX_NAMES))
+    return _Ready(kernel, *ends)
 
 
 def _host_table(group: tuple[Any, ...], layers: int) -> U64:
@@ -113,7 +118,7 @@ def _on_device(name: str, end: End, side: PlacedSide, layers: int, device: int) 
 
 _NONE: U64 = np.zeros(0, np.uint64)
 _INDEX_NAMES = "src_indices", "dst_indices"
-_MOST, _NAME = 2048, "sglang kernels"
+_MOST, _NAME, _KERNELS = 2048, "sglang calls", "sglang kernels"
 _on_host: dict[tuple[object, ...], _Ready] = {}
 _taken: set[tuple[object, object, tuple[str, ...]]] = set()  # types of both indices that an operation takes
 
@@ -185,11 +190,11 @@ def _move_on_host(src: End, dst: End, src_indices: Any, dst_indices: Any, number
         ready.copy(bases[0], bases[1], count, src_index=index[0], dst_index=index[1])
 
 
-def _keep(known: dict[Any, _Ready], key: object, ready: _Ready) -> _Ready:
+def _keep(known: dict[Any, Any], key: object, made: T) -> T:
     if len(known) >= _MOST:
         known.clear()
-    known[key] = ready
-    return ready
+    known[key] = made
+    return made
 
 
 def launch(
@@ -214,18 +219,24 @@ def launch(
         bits = pointer_tables.known_bits(_tables(src, dst))
     key = (src[0], src[1], dst[0], dst[1], _see(src, dst), numbers, quota, warps, at[1], to[1], bits)
     ready = state.bound[_NAME].get(key)
-    if ready is not None and ready.bound is not None and count and not (raising and pending(state)):
-        refs = (src, dst, at, to)
-        if ready.bound.enqueue(stream, at[0], to[0], count, on_error=pending_of(device), refs=refs) is not None:
-            return
-    captured = raise_deferred(device, stream) if raising else capturing(stream, device)
+    if raising and pending(state):
+        raise_deferred(device, stream)
+    bound, refs, receiver = None if ready is None or not count else ready.bound, (src, dst, at, to), pending_of(device)
+    if bound is not None and bound.enqueue(stream, at[0], to[0], count, on_error=receiver, refs=refs) is not None:
+        return
+    again = bound is not None and state.owner.context_device() != device
     with DeviceScope(device):
+        captured = capturing(stream, device)
+        if bound is not None and again and not captured:  # another context was current
+            done = bound.enqueue(stream, at[0], to[0], count, on_error=receiver, refs=refs)
+            if done is not None:
+                return
         if ready is None or not _still_pinned(ready):
-            ready = _make(src, dst, numbers, quota, warps, device, bits)
+            ready = _make(src, dst, numbers, quota, warps, state, bits)
             if bits != pointer_tables.UNKNOWN:
                 _keep(state.bound[_NAME], key, ready)
         if count and numbers[1]:
-            _launch_anew(state, key, ready, stream, captured, (src, dst, at, to), numbers[1], count)
+            _launch_anew(state, key, ready, stream, captured, refs, numbers[1], count)
 
 
 def _launch_anew(

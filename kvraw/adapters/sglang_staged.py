@@ -43,20 +43,11 @@ def can_use_write_back_jit_kernel(
     return element_size > 0 and element_size % 8 == 0
 
 
+# fmt: off
 def transfer_hicache_all_layer_staged_lf_pf(
-    k_ptr_src: Any,
-    v_ptr_src: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    staging_k: Any,
-    staging_v: Any,
-    dst_k: Any,
+    k_ptr_src: Any, v_ptr_src: Any, src_indices: Any, dst_indices: Any, staging_k: Any, staging_v: Any, dst_k: Any,
     dst_v: Any,
-    *,
-    page_size: int,
-    element_size: int | None = None,
-    unroll: int | None = None,
-    block_quota: int | None = None,
+    *, page_size: int, element_size: int | None = None, unroll: int | None = None, block_quota: int | None = None,
 ) -> None:
     """All layers of K and V, by tables of their addresses, to page_first host memory; `dst_indices` are on the CPU.
 
@@ -67,21 +58,14 @@ def transfer_hicache_all_layer_staged_lf_pf(
 
 
 def transfer_hicache_all_layer_mla_staged_lf_pf(
-    ptr_src: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    staging: Any,
-    dst: Any,
-    *,
-    page_size: int,
-    element_size: int | None = None,
-    unroll: int | None = None,
-    block_quota: int | None = None,
+    ptr_src: Any, src_indices: Any, dst_indices: Any, staging: Any, dst: Any,
+    *, page_size: int, element_size: int | None = None, unroll: int | None = None, block_quota: int | None = None,
 ) -> None:
     """All layers of one plane to page_first host memory; see `transfer_hicache_all_layer_staged_lf_pf`."""
     _staged((ptr_src,), (staging,), (dst,), src_indices, dst_indices, page_size, element_size, block_quota)
 
 
+# fmt: on
 def _tokens(name: str, group: tuple[Any, ...], token: int) -> int:
     """Tokens that each of these holds."""
     for t in group:

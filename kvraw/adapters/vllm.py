@@ -43,7 +43,7 @@ _FEW = 4  # sizes that are worth a plan each
 class _Swap:
     """Swaps blocks of two tensors by the engine that the planner takes."""
 
-    __slots__ = ("_copies", "_device", "_places", "_prepared", "_tables", "_words", "limits")
+    __slots__ = ("_copies", "_device", "_places", "_prepared", "_tables", "limits")
 
     def __init__(self, src: Any, dst: Any, nbytes: int) -> None:
         ends = _rows("src", src, nbytes), _rows("dst", dst, nbytes)
@@ -59,8 +59,7 @@ class _Swap:
             (np.array([t.data_ptr()], np.uint64), np.array([reach], np.uint64))
             for t, (_, _, reach) in zip((src, dst), ends, strict=True)
         ]
-        self._words: I64 | None = None  # what was so of host memory when the tables were made
-        self._tables: tuple[AddressTable, AddressTable] | None = None
+        self._tables: tuple[AddressTable, AddressTable, object] | None = None  # of host memory as it was then
 
     def __call__(self, at: I64, to: I64, refs: object) -> None:
         """Swap the blocks, on the current stream or on the host."""
@@ -77,16 +76,15 @@ class _Swap:
 
     def _by_plan(self, state: DeviceState, stream: int, at: I64, to: I64, refs: object) -> bool:
         """Enqueue it, unless the copy engine is to."""
-        ranges, count = self._copies.ranges, len(at)
-        ranges.look(state.owner)
-        if self._tables is None or ranges.words is not self._words:
-            self._tables, self._words = None, ranges.words
+        known, now, count = self._tables, self._copies.look(state), len(at)
+        if known is None or known[2] is not now:
             found = [find_ranges(places, reaches) for places, reaches in self._places]
             for name, one in zip(("src", "dst"), found, strict=True):
                 if one.over is not None:
                     raise one.over.error(name)
-            self._tables = _table(self._places[0][0], found[0]), _table(self._places[1][0], found[1])
-        src, dst = self._tables
+            known = _table(self._places[0][0], found[0]), _table(self._places[1][0], found[1]), now
+            self._tables = known
+        src, dst, _ = known
         if src.pageable or dst.pageable:
             return False
         a, b = IndexVector(at, 0, count), IndexVector(to, 0, count)

@@ -100,8 +100,7 @@ class BoundCopy:
         On the legacy default stream, which the copy engine's batch call refuses, it takes its place in the stream's
         order from a stream of ours. The device's context is current.
         """
-        if choice is None:
-            choice = self.choose(state, call)
+        choice = choice or self.choose(state, call)
         if choice.engine == "copy":
             pageable = call.src.pageable or call.dst.pageable
 

@@ -152,9 +152,8 @@ class IndexedLaunch:
             stream, or the pinned memory is no longer what it was.
         """
         state, program = self._state, self._program
-        # The program asks as well; but an event, where none is at hand, is made in the current context.
         if not state.completions.events and state.owner.context_device() != state.device:
-            return None
+            return None  # ahead of all: an event would be made in the current context
         operation = state.completions.begin(stream)
         try:
             status = 0

@@ -100,8 +100,9 @@ def set_pace(block: ArgumentBlock, width: int, state: DeviceState, rate: float, 
     require_rate(rate)
     if rate:
         words = block.record.view(np.uint64)
-        words[ka.PACE], words[ka.PACE_SLACK] = state.paces.address(way or "store"), SLACK * ka.TICKS
-        block.record.view(np.uint32)[ka.PACE_COST] = ka.pace_cost(block.record, width, rate)
+        cost = ka.pace_cost(block.record, width, rate)
+        words[ka.PACE], words[ka.PACE_COST] = state.paces.address(way or "store"), cost
+        words[ka.PACE_SLACK] = SLACK * ka.TICKS
     return copy_kernel(width, rate > 0)
 
 
@@ -125,7 +126,7 @@ class BoundLaunch:
     count : int
         Ids.
     pace_address : int
-        Where the 32-bit word of the pace lies, which `pace_word` gives; of use to a launch that was bound with a rate.
+        Where the word of the pace lies, which `pace_word` gives; of use to a launch that was bound with a rate.
     """
 
     __slots__ = (
@@ -147,7 +148,7 @@ class BoundLaunch:
         self.block, self.kernel, self.params, self.count = block, kernel, block.address, count
         self.ctas, self.threads = grid
         self.index_addresses, self.table_addresses = indices, tables
-        self.status_address, self.pace_address = block.start + 8 * ka.STATUS, block.start + 4 * ka.PACE_COST
+        self.status_address, self.pace_address = block.start + 8 * ka.STATUS, block.start + 8 * ka.PACE_COST
 
     def pace_word(self, rate: float) -> int:
         """What has the launch keep to another rate in bytes a second; 0: to none."""
@@ -370,7 +371,7 @@ class KernelPlan:
         require_rate(rate)
         kernel = copy_kernel(width, rate > 0)  # first, for it may fail
         split = ka.fill_width(self._block.record, self.plan, width)
-        self._short[ka.PACE_COST] = ka.pace_cost(self._block.record, width, rate)
+        self._words[ka.PACE_COST] = ka.pace_cost(self._block.record, width, rate)
         self._words[ka.PACE_SLACK] = SLACK * ka.TICKS
         self._segments, self._kernel = self.plan.runs_per_item * split, kernel
 

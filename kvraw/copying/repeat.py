@@ -72,10 +72,11 @@ class RepeatedCalls:
     ) -> None:
         self._gpu, self._device, self._cache, self._nbytes = gpu, device, cache, nbytes
         self._store, self._distinct = store, distinct
-        self._kinds: dict[tuple[int, int, int], _Kind] = {}
-        # Of calls by address: by the numbers of ids, chunks and items left out, the width of ids, and the alignment.
-        self._placed: dict[tuple[int, ...], tuple[DeviceState | None, BoundCall | BoundRows | None]] = {}
-        self._joins: set[tuple[int, int]] = set()  # ids and chunks of calls whose engine depends on joined ids
+        self._kinds: dict[tuple[int, int, bool, int], _Kind] = {}
+        # Of calls by address: by the numbers of ids, chunks and items left out, the width of ids, the alignment, and
+        # the items that follow each other, where the engine depends on that.
+        self._placed: dict[tuple[object, ...], tuple[DeviceState | None, BoundCall | BoundRows | None]] = {}
+        self._joins: set[tuple[int, int, bool]] = set()  # ids, chunks, link of calls whose engine depends on joined ids
 
     def enqueue(
         self,
@@ -86,16 +87,23 @@ class RepeatedCalls:
         stream: int,
         on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
+        *,
+        link: bool = True,
     ) -> Completion:
         """Enqueue a call for chunks in one registration, at these addresses as the host and as the device see them.
+
+        Without `link`, they lie in the device's memory.
 
         The device's context is current, no capture is in progress, ids lie on the host or where kernels reach them, and
         there are as many chunks as they need. `refs` are kept until the copy is over.
         """
         host, seen = addresses
         count, width = index.count - skip, 0 if index.host is not None else index.width
-        key = (count, len(host), skip, width, int(np.bitwise_or.reduce(seen)) & 15)
-        known, bound = self._placed.get(key, _UNKNOWN)
+        size, bits = (count, len(host), link), int(np.bitwise_or.reduce(seen)) & 15
+        joined = 0
+        if size in self._joins and index.host is not None:
+            joined = joined_items(count, index.host[skip:] if skip else index.host)
+        known, bound = self._placed.get((size, skip, width, bits, joined), _UNKNOWN)
         if known is not state:  # or of a context that was reset
             bound = None
         operation = state.completions.begin(stream)
@@ -109,47 +117,51 @@ class RepeatedCalls:
             else:
                 done = False
             if not done:
-                chunks = AddressTable(host, seen, True, bits=key[-1])
+                chunks = AddressTable(host, seen, link, bits=bits)
                 call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
-                self._place(key, state, operation, call, self._gpu.enqueue(state, operation, call))
+                self._gpu.enqueue(state, operation, call)
+                settled = self._settled(call, index, size) if operation.recorded else None
+                if settled is not None:
+                    if len(self._placed) >= _MOST:
+                        self._placed.clear()
+                    key = (size, skip, width, bits, settled[1])
+                    self._placed[key] = state, self._program(state, call, settled[0])
             return operation.commit((index.owner, refs))
         except BaseException:
             operation.abort()
             raise
 
-    def _place(
-        self, key: tuple[int, ...], state: DeviceState, operation: Operation, call: Call, choice: Choice
-    ) -> None:
-        """Keep the program of a call by address, where one was run."""
-        if not operation.recorded or self._gpu.chooser.settled_choice(call) is None:
-            return
+    def _settled(self, call: Call, index: IndexVector, size: tuple[int, int, bool]) -> tuple[Choice, int] | None:
+        """The engine of calls like one that was enqueued, and the joined items of those that it holds for (0: all)."""
+        choice = self._gpu.chooser.settled_choice(call)
+        if choice is not None or index.host is None:
+            return None if choice is None else (choice, 0)
+        joined = joined_items(call.count, index.host[call.first : call.end])
+        choice = self._gpu.chooser.settled_choice(call, joined)
+        if choice is None:
+            return None
+        self._joins.add(size)
+        return choice, joined
+
+    def _program(self, state: DeviceState, call: Call, choice: Choice) -> BoundCall | BoundRows | None:
+        """The program of calls like one that was enqueued, which keeps nothing of it alive."""
         call = _without_owners(call)
-        bound = self._gpu.bound(state, call, choice.engine)
-        if len(self._placed) >= _MOST:
-            self._placed.clear()
-        self._placed[key] = state, bound
+        return self._gpu.bound(state, call, choice.engine)
 
     def learn(self, state: DeviceState, pool: HostPool, call: Call) -> None:
         """Keep what a call that was enqueued by its bound program found out, for those of its kind."""
         index, chunks = (call.src_index, call.dst) if call.dst_index is None else (call.dst_index, call.src)
         if call.first or index is None or index.host is None or not isinstance(chunks, AddressTable):
             return
-        choice, joined, size = self._gpu.chooser.settled_choice(call), 0, (call.count, len(chunks))
-        if choice is None:
-            joined = joined_items(call.count, index.host)
-            choice = self._gpu.chooser.settled_choice(call, joined)
-            if choice is None:
-                return
-            self._joins.add(size)
-        call = _without_owners(call)
-        bound = self._gpu.bound(state, call, choice.engine)
-        if bound is None:
+        size = call.count, len(chunks), True
+        settled = self._settled(call, index, size)
+        bound = None if settled is None else self._program(state, call, settled[0])
+        if settled is None or bound is None:
             return
         if len(self._kinds) >= _MOST:
             self._kinds.clear()
-            self._joins.clear()
-        key = (*size, joined)
-        self._kinds[key] = _Kind(state, weakref.ref(pool), pool.device_shift, choice, bound)
+        key = (*size, settled[1])
+        self._kinds[key] = _Kind(state, weakref.ref(pool), pool.device_shift, settled[0], bound)
 
     def __call__(self, chunks: Sequence[Any], ids: Any, stream: Any, cache: object) -> tuple[Completion, Choice] | None:
         """Enqueue a call and keep what it uses; None where it must go the general way.
@@ -168,7 +180,7 @@ class RepeatedCalls:
         except (AttributeError, IndexError):
             return None
         kind, count = kinds[0], len(kinds)
-        size = len(ids), count
+        size = len(ids), count, True
         known = self._kinds.get((*size, joined_items(len(ids), ids) if size in self._joins else 0))
         if (
             known is None

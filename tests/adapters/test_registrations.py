@@ -186,14 +186,43 @@ def test_sglang_direct_memory_that_is_pinned_otherwise_since(fake: FakeDriver, w
     rows, device = host.tensor(0, (128, 64)), w.put("device", np.zeros((128, 64), np.uint8))
     index = w.put("host", np.arange(128))
     for pages in ([0, 1], [0], []):
-        sglang.transfer_kv_direct([rows], [device], index, index, 1)
-        np.testing.assert_array_equal(w.take(device), host.bytes.reshape(128, 64))
+        for _ in range(3):  # from the third on it is bound
+            host.bytes += 1
+            sglang.transfer_kv_direct([rows], [device], index, index, 1)
+            np.testing.assert_array_equal(w.take(device), host.bytes.reshape(128, 64))
         host.close()
         host.bytes += 1
         for page in pages:
             host.register(page)
     sglang.transfer_kv_direct([rows], [device], index, index, 1)
     np.testing.assert_array_equal(w.take(device), host.bytes.reshape(128, 64))
+
+
+@pytest.mark.parametrize("engine", ["kernel", "copy"])
+@pytest.mark.parametrize("to_host", [True, False])
+def test_vllm_blocks_in_memory_that_is_pinned_otherwise_since(
+    fake: FakeDriver, w: TorchLike, monkeypatch: pytest.MonkeyPatch, to_host: bool, engine: str
+) -> None:
+    monkeypatch.setenv("KVRAW_ENGINE", engine)
+    host = Pieces(fake, w, 2, 0)
+    host.register(0, 2)
+    rows, array = host.tensor(0, (128, 64)), np.random.default_rng(2).integers(0, 256, (128, 64), dtype=np.uint8)
+    device, order = w.put("device", array), np.random.default_rng(3).permutation(128)
+    mapping = w.put("host", np.stack([np.arange(128), order], 1))
+    ends = (device, rows) if to_host else (rows, device)
+    for pages in ([0, 1], [0], [], [0, 1]):
+        for _ in range(3):
+            host.bytes += 1
+            vllm.swap_blocks(*ends, 64, mapping)
+            w.synchronize()
+            if to_host:
+                np.testing.assert_array_equal(host.bytes.reshape(128, 64)[order], array)
+            else:
+                np.testing.assert_array_equal(w.take(device)[order], host.bytes.reshape(128, 64))
+        host.close()
+        for page in pages:
+            host.register(page)
+    host.close()
 
 
 def test_sglang_kernel_asks_about_both_planes(fake: FakeDriver, w: TorchLike) -> None:

@@ -15,6 +15,7 @@ from kvraw.adapters import sglang, vllm
 from kvraw.copying import copy_engine, given
 from kvraw.copying.device_state import device_state
 from kvraw.copying.indexed import IndexedLaunch
+from kvraw.copying.kernel import KernelPlan
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.program import Program
 from tests.emulator.fake_driver import FakeDriver
@@ -149,8 +150,8 @@ REPEATED: dict[str, tuple[Callable[[TorchLike], Call], int]] = {
     "direct, many": (_direct(8), 30),
     "direct to pages": (_to_pages, 29),
     "embedding ranges": (_ranges, 35),
-    "swap_blocks by kernel": (_swap(64), 43),
-    "swap_blocks by the copy engine": (_swap(32 << 20), 43),
+    "swap_blocks by kernel": (_swap(64), 44),
+    "swap_blocks by the copy engine": (_swap(32 << 20), 44),
     "swap_blocks_batch": (_swap_batch, 90),
 }
 
@@ -169,6 +170,40 @@ def test_functions_of_a_repeated_call(fake: FakeDriver, monkeypatch: pytest.Monk
         names = entered(work)
         device_state(0).completions.drain()
     assert len(names) <= most, (len(names), names)
+
+
+def test_functions_where_the_context_is_not_current(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a thread that used no GPU yet: the bound way is the one taken all the same."""
+    w = TorchLike(0).install(monkeypatch)
+    case = Case(w, BY_NAME["transfer_kv_per_layer_mla"], w.kinds)
+    with DeviceScope(0):
+        args = case.tensors[0][0][1], case.tensors[1][0][1], ids(w, SRC, True), ids(w, DST, True), case.item
+    assert fake.context_device() != 0
+    for _ in range(4):
+        sglang.transfer_kv_per_layer_mla(*args)
+        w.synchronize()
+    names = entered(lambda: sglang.transfer_kv_per_layer_mla(*args))
+    case.expect(SRC, DST, layer=1)
+    assert "_launch_anew" not in names
+    assert len(names) <= 34, names
+
+
+def test_layers_share_what_is_made_ready(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first load by layer makes one kernel plan for all layers."""
+    made: list[KernelPlan] = []
+    init = KernelPlan.__init__
+
+    def counted(self: KernelPlan, *args: object, **more: object) -> None:
+        made.append(self)
+        init(self, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KernelPlan, "__init__", counted)
+    w = TorchLike(0).install(monkeypatch)
+    case = Case(w, BY_NAME["transfer_kv_per_layer_pf_lf"], w.kinds[::-1])
+    for layer in range(LAYERS):
+        case.call(SRC, DST, layer)
+        case.expect(SRC, DST, layer)
+    assert len(made) == 1
 
 
 def test_functions_of_a_page_operation(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

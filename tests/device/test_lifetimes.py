@@ -20,8 +20,7 @@ import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw import codec
 from kvraw.adapters import tensors
-from kvraw.adapters.lmcache import _memory, _recorders
-from kvraw.codec import arena
+from kvraw.adapters.lmcache import _memory
 from kvraw.codec.streams import dense
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import device_state, drain
@@ -30,7 +29,7 @@ from kvraw.layouts.geometry import Geometry
 from kvraw.runtime import driver as driver_module
 from kvraw.runtime.completion import CompletionQueue
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver
+from kvraw.runtime.stream_records import Recorder
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.backends import device_ids
 from tests.helpers.world import World
@@ -116,7 +115,7 @@ def test_a_kernel_that_cannot_be_launched_behind_its_copies(fake: FakeDriver, wh
         fake.fail("launch", 1 if what == "decode" else 2, FULL)
         with pytest.raises(DriverError, match="launch failed"):
             run()
-        free = arena._free[driver()].get(0, [])  # type: ignore[index]
+        free = device_state(0).idle["arena"]
         assert not free or not fake.live()["pending"]
         run().wait()
     stream.close()
@@ -186,7 +185,7 @@ def test_pinned_memory_is_given_back_behind_copies_by_address(
 
 @pytest.mark.parametrize("name", ["event_done", "event_milliseconds"])
 def test_a_record_outlives_a_failed_poll(fake: FakeDriver, name: str) -> None:
-    recorder = _recorders.Recorder()
+    recorder = Recorder()
     with kvraw.Stream(0) as one, kvraw.Stream(0) as two:
         recorder.record(one.handle, ("first",))
         recorder.record(two.handle, ("second",))

@@ -23,6 +23,7 @@ from kvraw.copying.launch import Launch
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS
 from kvraw.layouts.parts import Part
+from kvraw.memo import Memo
 from kvraw.plain import require_memory
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.rope.rotate import Call, rerotate_keys
@@ -238,7 +239,7 @@ class Group:
         return launch
 
 
-_known: dict[tuple[object, ...], Group] = {}
+_known: Memo[tuple[object, ...], Group] = Memo(_MOST)
 at_reset(_known.clear)
 
 
@@ -253,10 +254,7 @@ def group_of(at: int, spec: CBGroupSpec, device: int | None) -> Group:
     )
     found = _known.get(key)
     if found is None:
-        found = Group(at, spec, device)
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[key] = found
+        found = _known.keep(key, Group(at, spec, device))
     if spec.slot_mapping_capacity < 0 or (spec.slot_mapping_capacity and not address_of(spec.slot_mapping_base)):
         raise ArgumentError(f"group {at}: slot_mapping_base is null, or slot_mapping_capacity negative")
     return found

@@ -14,7 +14,6 @@ from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._objects import object_side, reach
-from kvraw.adapters.lmcache._pageable import StandIns, pageable, require_no_capture
 from kvraw.adapters.lmcache._paged import (
     Counts,
     Paged,
@@ -28,9 +27,12 @@ from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import IndexVector, is_pointer, tensor_view
 from kvraw.cache import PagedCache
+from kvraw.copying.bounce import BounceBuffers, pageable, require_no_capture
 from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.copying.repeat import RepeatedCalls
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS
+from kvraw.memo import Memo
 from kvraw.plain import odd, unusable
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
@@ -117,13 +119,15 @@ class Blocks:
         self.per_object, self.nbytes = tokens // g.block_size, g.layers * g.planes * tokens * paged.row
         self._open = config.ENGINE.get() in ("auto", "kernel")
         self._plan: TransferPlan | None = None
-        self._rows: dict[tuple[int, ...], Any] = {}
+        self._repeated: RepeatedCalls | None = None
+        self._rows: Memo[tuple[int, ...], Any] = Memo(_ROWS)
         self._pinned = (0, 0, 0, 0)  # where objects lay in pinned memory, as `pinned_at`
         self._state: DeviceState | None = None
         if paged.whole:
             cache = PagedCache(paged.parts[0].layout, paged.reached()[0].host, paged.device)
             way: Direction = "store" if to_host else "load"
             self._plan = TransferPlan(cache, way, chunk_tokens=tokens, distinct=False)
+            self._repeated = self._plan.repeated
 
     @cached_property
     def _copies(self) -> Copies:
@@ -178,10 +182,8 @@ class Blocks:
                 return row
             found = _ASK  # the memory was freed, and other memory lies there
         if found is None or found is _ASK:
-            if len(self._rows) >= _ROWS:
-                self._rows.clear()
             if not known and found is None:
-                self._rows[key] = _ASK
+                self._rows.keep(key, _ASK)
                 return None
             addresses = np.array(places, np.uint64)
             assert self.paged.device is not None
@@ -208,82 +210,72 @@ class Blocks:
         if row is None and self._plan is None:
             self._require_addresses(places)
             row = reach(places, self.nbytes, device)
+        done: Any
         if row is not None or self._plan is None:
             assert row is not None
-            return self._copies.run(row, ids, skip, ids.count - skip, stream, captured, waited=waited)
-        unseen = device is not None and ids.host is None and not waited
-        done = self._plan(places, ids, skip=skip, stream=stream, on_error=pending_of(device) if unseen else None)
+            done = self._copies.run(row, ids, skip, ids.count - skip, stream, waited=waited)
+        else:
+            unseen = device is not None and ids.host is None and not waited
+            done = self._plan(places, ids, skip=skip, stream=stream, on_error=pending_of(device) if unseen else None)
         if device is not None and not captured:
-            self._learn_pinned(places, device)
+            with DeviceScope(device):
+                self._state = device_state(device)
+                if row is None:
+                    self._pinned = pinned_at(places[0])
         return done
 
     def _repeat(self, objects: Sequence[Any], ids: Any, skip: int, device: int, stream: int) -> bool:
-        """Move as an earlier call did, objects that lie on the device by ids there; False: all must be looked at."""
-        there = ids_on(ids, device)
+        """Move as an earlier call did: objects that are known to lie on the device, or in one registration.
+
+        False: nothing was moved, and all must be looked at.
+        """
         if not len(objects):
             return False
-        if type(objects[0]) is int:
+        there = ids_on(ids, device)
+        if type(objects[0]) is not int:
+            places = tuple(self._places(objects)[0])
+        else:
             places = tuple(objects)
             if set(map(type, places)) != _INTEGERS:
                 return False
-            row = self._rows.get(places)
-        elif there is None:
-            places, row = tuple(self._places(objects)[0]), None
+        row, most = self._rows.get(places), len(places) * self.per_object
+        if type(row) is tuple:
+            number, shift, link = row[1], 0, False
+            if there is not None:
+                count, bits = min(there[2], most) - skip, 0
+                if count <= 0:
+                    return False
+                for place in places:
+                    bits |= place
+                memory, refs = (places[0], number), (ids, objects)
+                return self._copies.repeat(stream, places, bits & 15, there, skip, count, memory=memory, refs=refs)
         else:
+            begin, end, shift, number = self._pinned
+            if not number or min(places) < begin or max(places) > end - self.nbytes:
+                return False
+            link = True
+        d, state, repeated = driver(), self._state, self._repeated
+        if repeated is None or state is None or state.was_reset or state.owner is not d or pending(state):
             return False
-        if type(row) is not tuple:
-            return self._plan is not None and self._repeat_pinned(places, objects, ids, there, skip, device, stream)
-        count = 0 if there is None else min(there[2], len(places) * self.per_object) - skip
-        if count <= 0 or there is None:
+        if (
+            d.context_device() != device
+            or d.pointer_number(places[0]) != number
+            or (stream not in LEGACY and d.stream_capturing(stream))
+        ):
             return False
-        bits = 0
-        for place in places:
-            bits |= place
-        refs = (ids, objects)
-        return self._copies.repeat(stream, places, bits & 15, there, skip, count, memory=(places[0], row[1]), refs=refs)
-
-    def _repeat_pinned(
-        self,
-        places: tuple[int, ...],
-        objects: Sequence[Any],
-        ids: Any,
-        there: tuple[int, int, int] | None,
-        skip: int,
-        device: int,
-        stream: int,
-    ) -> bool:
-        """The same for objects in the registration that those of the last call lay in."""
-        begin, end, shift, number = self._pinned
-        if not number or min(places) < begin or max(places) > end - self.nbytes:
-            return False
-        d, state = driver(), self._state
-        if state is None or state.was_reset or state.owner is not d or pending(state) or d.context_device() != device:
-            return False
-        if d.pointer_number(places[0]) != number or (stream not in LEGACY and d.stream_capturing(stream)):
-            return False
-        most = len(places) * self.per_object
         if there is None:
             index = ids_of("block_ids", ids, device, most, objects)
             if index.host is None:
                 return False
         else:
-            address, width, count = there
-            index = IndexVector(None, address, min(count, most), width, device, (ids, objects))
+            index = IndexVector(None, there[0], min(there[2], most), there[1], device, (ids, objects))
         if index.count <= skip:
             return False
         addresses = np.array(places, np.uint64)
         seen = addresses + np.uint64(shift % 2**64) if shift else addresses
-        assert self._plan is not None
-        repeated = self._plan.repeated
-        assert repeated is not None
         on_error = None if there is None else pending_of(device)
-        repeated.enqueue(state, (addresses, seen), index, skip, stream, on_error, self._plan.cache)
+        repeated.enqueue(state, (addresses, seen), index, skip, stream, on_error, self.paged, link=link)
         return True
-
-    def _learn_pinned(self, places: list[int], device: int) -> None:
-        """Note where objects lie, for `_repeat_pinned`."""
-        with DeviceScope(device):
-            self._pinned, self._state = pinned_at(places[0]), device_state(device)
 
     def move(self, objects: Sequence[Any], block_ids: Any, skip: int) -> None:
         """Move blocks on the caller's stream; pageable objects are filled on return."""
@@ -316,18 +308,18 @@ class Blocks:
         assert self.paged.device is not None
         # Rows that are left out keep what they hold, so the buffers hold it as well; bad ids on the device are.
         partial = skip > 0 or ids.count < len(places) * self.per_object or ids.host is None
-        stand_ins = StandIns(
+        buffers = BounceBuffers(
             [(places[at], self.nbytes) for at in bad], self.paged.device, fill=partial or not self.to_host
         )
         places = list(places)
-        for at, address in zip(bad, stand_ins.addresses, strict=True):
+        for at, address in zip(bad, buffers.addresses, strict=True):
             places[at] = address
-        done = self._copy(places, False, ids._replace(owner=(ids.owner, stand_ins)), skip, stream, False, self.to_host)
+        done = self._copy(places, False, ids._replace(owner=(ids.owner, buffers)), skip, stream, False, self.to_host)
         if self.to_host:
             try:
                 done.wait()
             finally:
-                stand_ins.copy_back()
+                buffers.copy_back()
 
 
 def blocks_of(paged: Paged, to_host: bool, tokens: int) -> Blocks:

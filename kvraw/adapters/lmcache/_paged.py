@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,21 +13,21 @@ from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._types import ArgumentError
 from kvraw.adapters.tensors import flatten
-from kvraw.arrays import U64, is_pointer, pointer_vector, tensor_view
-from kvraw.cache import require_host
+from kvraw.arrays import U64, is_pointer, pointer_vector
+from kvraw.cache import require_host, views_of
 from kvraw.copying.plan import Side
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS, Format
 from kvraw.layouts.geometry import CacheLayout, Geometry
 from kvraw.layouts.parts import Part, parts_of, read_parts
-from kvraw.plain import require_memory, require_plain
+from kvraw.memo import Memo
+from kvraw.plain import require_memory
 from kvraw.prepared import PreparedCopy, Reached
-from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.memory import locate_all
 
 __all__ = [
-    *("Counts", "Paged", "addresses_of", "from_pointers", "from_tensors", "interned", "is_tensor", "views_of"),
+    *("Counts", "Paged", "addresses_of", "from_pointers", "from_tensors", "interned", "is_tensor"),
 ]
 
 _ENDLESS = 1 << 31  # blocks, where the caller does not say how many there are
@@ -59,7 +58,8 @@ class Paged:
     addresses: U64
     parts: tuple[Part, ...]
     device: int | None
-    plans: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    number: int  # of its format
+    plans: Memo[tuple[object, ...], Any] = field(default_factory=lambda: Memo(256))
     tables: list[Reached] = field(default_factory=list)
 
     @property
@@ -77,13 +77,16 @@ class Paged:
         """Bytes of a token of one layer and plane."""
         return self.parts[0].row
 
+    @property
+    def hidden(self) -> int:
+        """Elements of a token of one layer and plane."""
+        return self.row // self.geometry.element_size
+
     def ready(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """What was made for a key before, or is made now."""
         found: T | None = self.plans.get(key)
         if found is None:
-            if len(self.plans) > 256:
-                self.plans.clear()
-            found = self.plans[key] = make()
+            found = self.plans.keep(key, make())
         return found
 
     def reached(self) -> list[Reached]:
@@ -132,8 +135,7 @@ def _planes(form: Format, kv_size: int) -> int:
     return 2 if form.fused and kv_size == 2 else form.planes
 
 
-_lock = fork.lock()
-_known: OrderedDict[tuple[object, ...], Paged] = OrderedDict()
+_known: Memo[tuple[object, ...], Paged] = Memo(256)
 at_reset(_known.clear)
 
 
@@ -141,11 +143,7 @@ def interned(key: tuple[object, ...], make: Callable[[], Paged]) -> Paged:
     """The cache of a key, so that what was made ready for it is found again; the last 256 are kept."""
     found = _known.get(key)
     if found is None:
-        found = make()
-        with _lock:
-            _known[key] = found
-            while len(_known) > 256:
-                _known.popitem(last=False)
+        found = _known.keep(key, make())
     return found
 
 
@@ -172,7 +170,7 @@ def from_pointers(number: int, addresses: U64, c: Counts, kv_size: int, device: 
                 f"paged_buffer_ptrs has {len(addresses)} addresses, format {number} with {c.layers} layers takes "
                 f"{need}, none of them null"
             )
-        return Paged(addresses[:need].copy(), parts_of(form, [layout]), device)
+        return Paged(addresses[:need].copy(), parts_of(form, [layout]), device, number)
 
     return interned((number, addresses.tobytes(), c, kv_size, device), make)
 
@@ -180,16 +178,6 @@ def from_pointers(number: int, addresses: U64, c: Counts, kv_size: int, device: 
 def is_tensor(value: Any) -> bool:
     """Whether a value is a torch tensor, or has its methods."""
     return hasattr(value, "data_ptr") and hasattr(value, "stride")
-
-
-def views_of(name: str, tensors: Any) -> Any:
-    """The tensors of lists as what discovery takes."""
-    return [views_of(name, t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensor_view(tensors, name)
-
-
-def _require_plain(tensors: Sequence[Any]) -> None:
-    for at, tensor in enumerate(tensors):
-        require_plain(f"paged tensor {at}", tensor)
 
 
 def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, device: int | None, row: int = 0) -> Paged:
@@ -204,20 +192,19 @@ def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, devic
     try:
         seen = tuple((t.data_ptr(), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
     except (RuntimeError, NotImplementedError):  # one without memory
-        _require_plain(flat)
+        views_of(tensors, "paged tensors")
         raise
 
     def make() -> Paged:
-        _require_plain(flat)
         form = FORMATS[number]
         planes = _planes(form, kv_size)
         try:
             addresses, parts = read_parts(
-                "paged tensors", views_of("paged tensors", tensors), form, block_size=block_size, planes=planes, row=row
+                "paged tensors", views_of(tensors, "paged tensors"), form, block_size=block_size, planes=planes, row=row
             )
         except LayoutError as error:
             raise ArgumentError(str(error)) from None
-        return Paged(pointer_vector("paged_buffer_ptrs", addresses), parts, device)
+        return Paged(pointer_vector("paged_buffer_ptrs", addresses), parts, device, number)
 
     lists = [len(t) for t in tensors if isinstance(t, (list, tuple))] if isinstance(tensors, (list, tuple)) else []
     return interned((number, seen, *lists, block_size, kv_size, device, row), make)

@@ -9,7 +9,6 @@ import numpy as np
 from kvraw.adapters.deferred_errors import raise_deferred
 from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._memo import cached_by_tensors
-from kvraw.adapters.lmcache._pageable import StandIns, require_no_capture
 from kvraw.adapters.lmcache._paged import (
     Counts,
     Paged,
@@ -21,6 +20,7 @@ from kvraw.adapters.lmcache._paged import (
 from kvraw.adapters.lmcache._place import current_stream, device_index, tensor_device
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla, way_of
 from kvraw.arrays import U64
+from kvraw.copying.bounce import BounceBuffers, require_no_capture
 from kvraw.copying.plan import Side
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.layouts.formats import FORMATS
@@ -141,30 +141,30 @@ class _Rows:
         if device is None:
             if tensor.device.type != "cpu":
                 raise PlacementError(f"the tokens lie on device {tensor.device.index}, the cache in host memory")
-            self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream, captured)
+            self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream)
             return
         if tensor.device.type != "cpu":
             if tensor.device.index not in (None, device):
                 raise PlacementError(f"the tokens lie on device {tensor.device.index}, the cache on device {device}")
-            self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream, captured)
+            self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream)
             return
         with DeviceScope(device):
             where = locate(address, self._span)
             if where.device_address:
                 self._pinned = pinned_at(address)
-                self._copies.run(self._reached(address, where), ids, skip, count, stream, captured)
+                self._copies.run(self._reached(address, where), ids, skip, count, stream)
                 return
             require_no_capture(captured)
-            stand_ins = StandIns([(address, self._span)], device, fill=True)
-            address = stand_ins.addresses[0]
-            ids = ids._replace(owner=(ids.owner, stand_ins))
+            buffers = BounceBuffers([(address, self._span)], device, fill=True)
+            address = buffers.addresses[0]
+            ids = ids._replace(owner=(ids.owner, buffers))
             reached, waited = self._reached(address, locate(address, self._span)), self.to_host
-            done = self._copies.run(reached, ids, skip, count, stream, captured, waited=waited)
+            done = self._copies.run(reached, ids, skip, count, stream, waited=waited)
         if waited and done is not None:
             try:
                 done.wait()
             finally:  # what a bad slot leaves out is one token
-                stand_ins.copy_back()
+                buffers.copy_back()
 
     def _reached(self, address: int, where: Where) -> Reached:
         host, seen = self._steps + np.uint64(address), self._steps + np.uint64(where.device_address)

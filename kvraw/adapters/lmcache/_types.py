@@ -11,6 +11,7 @@ from typing import Any
 
 from kvraw.errors import KvrawError
 from kvraw.layouts.formats import FORMATS, Format
+from kvraw.memo import Memo
 
 __all__ = [
     "BatchStep",
@@ -104,7 +105,7 @@ def format_of(engine_kv_format: Any) -> int:
     return value
 
 
-_ways: dict[tuple[Any, ...], tuple[bool, int]] = {}
+_ways: Memo[tuple[Any, ...], tuple[bool, int]] = Memo(256)
 
 
 def way_of(direction: Any, engine_kv_format: Any) -> tuple[bool, int]:
@@ -116,13 +117,7 @@ def way_of(direction: Any, engine_kv_format: Any) -> tuple[bool, int]:
         return direction_of(direction), format_of(engine_kv_format)
     except KeyError:
         pass
-    found = direction_of(direction), format_of(engine_kv_format)
-    if len(_ways) < _MOST_WAYS:
-        _ways[key] = found
-    return found
-
-
-_MOST_WAYS = 256
+    return _ways.keep(key, (direction_of(direction), format_of(engine_kv_format)))
 
 
 def _asked(engine_kv_format: Any, later: Any) -> Format:
