@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.copying import copy_engine, submission
@@ -83,6 +85,7 @@ class BoundCopy:
         self._staged: dict[tuple[str, bytes], StagedChunks] = {}
         self._last_staged: tuple[AddressTable, str, StagedChunks] | None = None
         self._items: dict[str, StagedItems] = {}
+        self._joints: tuple[Sequence[object], U64] = (), np.zeros(0, np.uint64)  # of tables: see `_enqueue_copies`
         self._bound: dict[tuple[object, ...], BoundCall | None] = {}
         self._seen: set[tuple[object, ...]] = set()  # kinds of calls that came once
         src, dst = (plan.src_flat, plan.dst_flat) if check else (None, None)
@@ -182,13 +185,15 @@ class BoundCopy:
         src, dst = call.side(0, on_device=False), call.side(1, on_device=False)
         # Neighbours among chunks grow together: where their registrations end, `edges` says.
         rows = self.plan.src, self.plan.dst
-        apart = [
-            end.bases
-            for end, table, side in zip((src, dst), call.tables, rows, strict=True)
-            if not (table.link and side.table_outer)
-        ]
+        apart = [t for t, side in zip(call.tables, rows, strict=True) if not (t.link and side.table_outer)]
+        known, joints = self._joints
+        if len(known) != len(apart) or any(a is not b for a, b in zip(known, apart, strict=True)):
+            # Not at each call: to sort gives the GIL away.
+            bases = [t.host for t in apart if isinstance(t, AddressTable)]
+            joints = np.unique(np.concatenate(bases)) if bases else np.zeros(0, np.uint64)
+            self._joints = apart, joints
         edges = call.edges
-        found = self._described(src, dst, call.first, call.count, apart=apart, edges=edges)
+        found = self._described(src, dst, call.first, call.count, joints=joints, edges=edges)
         operation.enqueued.append(operation.stream)
         pageable = call.src.pageable or call.dst.pageable
         submission.enqueue(state, operation, found, capturing=call.capturing, pageable=pageable, edges=edges)
