@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.copying import submission
+from kvraw.copying import bound_copy, submission
 from kvraw.copying.copy_engine import Descriptors
 from kvraw.copying.device_state import device_state
 from kvraw.errors import DriverError
 from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
+from tests.helpers.world import World
 
 SIZE = 16
 
@@ -94,3 +95,15 @@ def test_a_part_behind_a_bound_one_is_waited_for(device: int) -> None:
                 enqueue((copies[0], one, there))
             enqueue((copies[0], one, there), (copies[1], there, two))
         assert (chunks[1].numpy()[: 8 * 64] == 1).all()
+
+
+def test_base_addresses_are_sorted_once(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To sort gives the GIL away, which may take 5 ms to have again beside a thread that runs Python."""
+    real, sorts = np.unique, []
+    monkeypatch.setattr(bound_copy.np, "unique", lambda *args: sorts.append(1) or real(*args))
+    world = World(0)
+    for ids in ([3, 1], [5, 0], [2, 4]):
+        assert kvraw.store(world.cache, world.chunks[:2], ids, stream=world.stream, engine="copy").engine == "copy"
+    world.stream.synchronize()
+    world.close()
+    assert len(sorts) == 1
