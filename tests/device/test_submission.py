@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.copying import bound_copy, submission
+from kvraw.copying import bound_copy, copy_engine, submission
 from kvraw.copying.copy_engine import Descriptors
 from kvraw.copying.device_state import device_state
 from kvraw.errors import DriverError
@@ -99,6 +99,7 @@ def test_a_part_behind_a_bound_one_is_waited_for(device: int) -> None:
 
 def test_base_addresses_are_sorted_once(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """To sort gives the GIL away, which may take 5 ms to have again beside a thread that runs Python."""
+    copy_engine.COMPILED.compile()
     real, sorts = np.unique, []
     monkeypatch.setattr(bound_copy.np, "unique", lambda *args: sorts.append(1) or real(*args))
     world = World(0)
