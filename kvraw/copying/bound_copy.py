@@ -23,6 +23,7 @@ from kvraw.copying.staging_ring import StagingRing
 from kvraw.copying.status_words import once
 from kvraw.errors import DriverError
 from kvraw.runtime.completion import Completion, Operation
+from kvraw.runtime.host.registration import cuts_with
 
 __all__ = ["BoundCopy", "BoundRows"]
 
@@ -85,6 +86,7 @@ class BoundCopy:
         self._staged: dict[tuple[str, bytes], StagedChunks] = {}
         self._last_staged: tuple[AddressTable, str, StagedChunks] | None = None
         self._items: dict[str, StagedItems] = {}
+        self._cuts: tuple[object, tuple[int, ...], U64] = None, (), np.zeros(0, np.uint64)  # of ends of registrations
         self._joints: tuple[Sequence[object], U64] = (), np.zeros(0, np.uint64)  # of tables: see `_enqueue_copies`
         self._bound: dict[tuple[object, ...], BoundCall | None] = {}
         self._seen: set[tuple[object, ...]] = set()  # kinds of calls that came once
@@ -192,8 +194,10 @@ class BoundCopy:
             bases = [t.host for t in apart if isinstance(t, AddressTable)]
             joints = np.unique(np.concatenate(bases)) if bases else np.zeros(0, np.uint64)
             self._joints = apart, joints
-        edges = call.edges
-        found = self._described(src, dst, call.first, call.count, joints=joints, edges=edges)
+        edges, ours = call.edges, state.cuts()
+        if self._cuts[0] is not ours or self._cuts[1] != edges:
+            self._cuts = ours, edges, cuts_with(edges)
+        found = self._described(src, dst, call.first, call.count, joints=joints, cuts=self._cuts[2])
         operation.enqueued.append(operation.stream)
         pageable = call.src.pageable or call.dst.pageable
         submission.enqueue(state, operation, found, capturing=call.capturing, pageable=pageable, edges=edges)

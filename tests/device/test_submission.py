@@ -100,11 +100,12 @@ def test_a_part_behind_a_bound_one_is_waited_for(device: int) -> None:
 def test_base_addresses_are_sorted_once(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """To sort gives the GIL away, which may take 5 ms to have again beside a thread that runs Python."""
     copy_engine.COMPILED.compile()
-    real, sorts = np.unique, []
-    monkeypatch.setattr(bound_copy.np, "unique", lambda *args: sorts.append(1) or real(*args))
-    world = World(0)
-    for ids in ([3, 1], [5, 0], [2, 4]):
-        assert kvraw.store(world.cache, world.chunks[:2], ids, stream=world.stream, engine="copy").engine == "copy"
+    world, sorts, real = World(0), list[int](), np.unique
+    with monkeypatch.context() as patch:
+        patch.setattr(bound_copy.np, "unique", lambda *args: sorts.append(1) or real(*args))
+        for ids in ([3, 1], [5, 0], [2, 4]):
+            done = kvraw.store(world.cache, world.chunks[:2], ids, stream=world.stream, engine="copy")
+            assert done.engine == "copy"
+    assert len(sorts) == 1
     world.stream.synchronize()
     world.close()
-    assert len(sorts) == 1
