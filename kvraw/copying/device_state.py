@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvraw.arrays import U64
 from kvraw.copying.pace import PaceWords
 from kvraw.copying.staging_ring import StagingRings
 from kvraw.copying.status_words import StatusPages
+from kvraw.memo import Memo
 from kvraw.runtime import fork
 from kvraw.runtime.completion import CompletionQueue
 from kvraw.runtime.context import DeviceScope, generation, reset_error, tie
@@ -63,7 +65,7 @@ class DeviceState:
         self.arena = StagingRings(device)
         self.paces = PaceWords(device)
         # What adapters made ready for this device, by a name of theirs: it ends with the context.
-        self.bound: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
+        self.bound: defaultdict[str, Memo[Any, Any]] = defaultdict(partial(Memo, _MOST))
         self.fences: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
         self._lock = fork.lock()
         self._side: dict[str, Stream] = {}
@@ -132,6 +134,7 @@ class DeviceState:
 
 _lock = fork.lock()
 _NONE: dict[int, Any] = {}
+_MOST = 2048  # calls of a kind that are kept
 
 
 def _states(d: CudaDriver) -> dict[int, DeviceState]:
