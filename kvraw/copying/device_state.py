@@ -66,7 +66,6 @@ class DeviceState:
         self.paces = PaceWords(device)
         # What adapters made ready for this device, by a name of theirs: it ends with the context.
         self.bound: defaultdict[str, Memo[Any, Any]] = defaultdict(partial(Memo, _MOST))
-        self.fences: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
         self._lock = fork.lock()
         self._side: dict[str, Stream] = {}
         self.idle: defaultdict[object, list[Any]] = defaultdict(list)  # memory for the next call, by its kind
@@ -83,13 +82,6 @@ class DeviceState:
             if states.get(self.device) is self:
                 del states[self.device]
         self.completions.fail_all(reset_error(self.device, "the transfer's work"))
-
-    def fence(self, stream: int) -> None:
-        """Have `drain` wait for what a stream was given so far, which is on nobody's books."""
-        event = self.fences.get(stream)
-        if event is None:
-            event = self.fences[stream] = self.completions.take_event()
-        self.owner.event_record(event, stream)
 
     def side_stream(self, direction: str) -> Stream:
         """The stream of our own for transfers of a direction that are not to run on the caller's."""
@@ -146,10 +138,8 @@ def _states(d: CudaDriver) -> dict[int, DeviceState]:
 def drain() -> None:
     """Wait for all that devices in use were given, such as before memory that it may use is given up."""
     for state in list(_states(driver()).values()):
-        state.completions.drain()
         with DeviceScope(state.device):
-            for event in list(state.fences.values()):
-                state.owner.event_synchronize(event)
+            state.completions.drain()
 
 
 def device_state(device: int) -> DeviceState:
