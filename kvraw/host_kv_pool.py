@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +19,11 @@ from kvraw.copying.operands import check_distinct, check_host_index
 from kvraw.copying.plan import Side
 from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError
-from kvraw.layerwise import one_layer
 from kvraw.layouts.geometry import CacheLayout, Geometry, copy_plan, find_format
 from kvraw.pages import Pages
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime import fork
+from kvraw.runtime.closeable import Closing
 from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -51,12 +50,20 @@ class _Partner(NamedTuple):
     copies: dict[tuple[object, ...], tuple[PreparedCopy, _Bases]]
 
 
+def _one_layer(side: Side, bases: AddressTable, layer: int, planes: int) -> tuple[Side, AddressTable]:
+    """One layer of a side: the side, which is the same for all layers, and that layer's bases."""
+    entries = np.arange(planes if side.table_plane else 1) * side.table_plane + layer * side.table_layer
+    one = replace(side, layer=0, table_layer=0, table_plane=int(side.table_plane != 0), entries=len(entries))
+    shift = np.uint64(layer * side.layer)
+    return one, AddressTable(bases.host[entries] + shift, bases.seen[entries] + shift, bases.link)
+
+
 def _sides(layout: CacheLayout) -> dict[str, Side]:
     """By block and by slot; a negative slot is an error here, not a token to leave out."""
     return {by: replace(layout.side(by), skip_negative=False) for by in ("block", "slot")}
 
 
-class HostKVPool(NotPicklable):
+class HostKVPool(Closing, NotPicklable):
     """KV pages in host memory, in one of the layouts that hierarchical caches use.
 
     Parameters
@@ -407,7 +414,7 @@ class HostKVPool(NotPicklable):
             g, mine, other = self.layout.geometry, self._mine[by], _sides(cache.layout)[by]
             ends = [((mine, partner.here), (other, partner.there))]
             if kind == "layers":
-                ends = [tuple(one_layer(*end, k, g.planes) for end in ends[0]) for k in range(g.layers)]  # type: ignore[misc]
+                ends = [tuple(_one_layer(*end, k, g.planes) for end in ends[0]) for k in range(g.layers)]  # type: ignore[misc]
                 g = replace(g, layers=1)
             elif kind == "store":
                 ends = [ends[0][::-1]]
@@ -505,8 +512,3 @@ class HostKVPool(NotPicklable):
     def __enter__(self) -> HostKVPool:
         self._pool.require_open()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -249,16 +249,9 @@ class PreparedCopy:
     ) -> PreparedCall:
         """Check the arguments of a call on a GPU, for one operation of several copies. Its context is current."""
         call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
-        self.bound.check(call)
-        return PreparedCall(self.bound, call, _KERNEL if engine == "kernel" else None)
-
-    def choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
-        """Whether the kernel or the copy engine is to carry out a call whose addresses are not at hand yet."""
-        if not host_ids:
-            return "kernel"
         assert self.device is not None
-        table = AddressTable(_NONE, _NONE, link)
-        return self.bound.choose(device_state(self.device), Call(table, table, None, None, 0, count, capturing)).engine
+        self.bound.check(device_state(self.device), call)
+        return PreparedCall(self.bound, call, _KERNEL if engine == "kernel" else None)
 
     def launch(
         self,

@@ -14,7 +14,7 @@ from kvraw.copying.device_state import DeviceState
 from kvraw.copying.kernel import kernels_barred
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.copying.planner import DIRECTIONS, Choice, Profile, RateLimit, Seconds, best, profile_for
-from kvraw.copying.staged_items import packed_side
+from kvraw.copying.staged_cuts import MOST_BASES, packed_side
 from kvraw.errors import DriverError, PlacementError
 
 __all__ = ["Chooser", "chunk_bytes", "joined_items"]
@@ -99,6 +99,7 @@ class Chooser:
         self.chunk_bytes = {"store": chunk_bytes(plan, dst), "load": chunk_bytes(plan, src)}
         self._moves: dict[str, tuple[int, _Joins]] = {}
         self._choices: dict[tuple[object, ...], Choice] = {}
+        self._varying: set[tuple[object, ...]] = set()  # keys of calls whose engine depends on neighbouring items
         self._fixed = Choice(engine, "asked for", 0.0) if engine in ("kernel", "copy") and ctas != 0 else None
 
     def choose(self, state: DeviceState, call: Call) -> Choice:
@@ -122,10 +123,12 @@ class Chooser:
         choice = self._choices.get(key)
         if choice is not None:
             return choice
-        most = call.count if known and call.count > 1 else 1
-        found = self._decide(state, call, gaps, (most, most), " at best" if self._joins.run(most) > 1 else "")
-        if not self._depends(found.engine, call):
-            return self._keep(key, found)  # however neighbouring the items are
+        if key not in self._varying:
+            most = call.count if known and call.count > 1 else 1
+            found = self._decide(state, call, gaps, (most, most), " at best" if self._joins.run(most) > 1 else "")
+            if not self._depends(found.engine, call):
+                return self._keep(key, found)  # however neighbouring the items are
+            self._varying.add(key)
         ids = [None if i is None or i.host is None else i.host[call.first : call.end] for i in call.indices]
         both = joined_items(call.count, *ids) if known else 1
         joined = both, joined_items(call.count, ids[links.index(True)]) if True in links else 1
@@ -168,6 +171,7 @@ class Chooser:
     def _keep(self, key: tuple[object, ...], choice: Choice) -> Choice:
         if len(self._choices) > _MOST:
             self._choices.clear()
+            self._varying.clear()
         self._choices[key] = choice
         return choice
 
@@ -182,8 +186,9 @@ class Chooser:
         if not way:
             return 0
         host, other = (1, 0) if way == "store" else (0, 1)
-        fits = call.indices[host] is None and call.indices[other] is not None
-        return self.chunk_bytes[way] if fits and type(call.tables[other]) is AddressTable else 0
+        table = call.tables[other]
+        fits = call.indices[host] is None and call.indices[other] is not None and isinstance(table, AddressTable)
+        return self.chunk_bytes[way] if fits and len(table) <= MOST_BASES else 0
 
     def _host_side(self, way: str) -> Side:
         return self.plan.dst if way == "store" else self.plan.src

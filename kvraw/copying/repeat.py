@@ -118,7 +118,7 @@ class RepeatedCalls:
         try:
             ids = _NO_IDS if index.host is None else index.host
             if type(bound) is BoundCall:
-                done = self._gpu.run_kernel(operation, bound, ids, seen, host)
+                done = bound.run(operation, ids, seen)
             elif type(bound) is BoundRows:
                 there = index if width else None
                 done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error)
@@ -161,8 +161,7 @@ class RepeatedCalls:
     def _program(self, state: DeviceState, call: Call, choice: Choice) -> BoundCall | BoundRows | None:
         """The program of calls like one that was enqueued, which keeps nothing of it alive."""
         call = _without_owners(call)
-        kernel = choice.engine == "kernel"
-        return self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
+        return self._gpu.bound(state, call, choice.engine)
 
     def learn(self, state: DeviceState, pool: HostPool, call: Call) -> None:
         """Keep what a call that was enqueued by its bound program found out, for those of its kind."""
@@ -220,7 +219,7 @@ class RepeatedCalls:
             operation.uses = addresses
             if pool.use_chunks(operation, version) == known.shift:
                 if type(known.bound) is BoundCall and not known.shift:
-                    done = self._gpu.run_kernel(operation, known.bound, ids, addresses, addresses)
+                    done = known.bound.run(operation, ids, addresses)
                 else:
                     done = self._run(known, operation, ids, addresses)
                 if not done:  # the device's context may not be current; or a capture is in progress
@@ -239,7 +238,7 @@ class RepeatedCalls:
         seen = addresses + np.uint64(known.shift % 2**64) if known.shift else addresses
         bound = known.bound
         if isinstance(bound, BoundCall):
-            return self._gpu.run_kernel(operation, bound, ids, seen, addresses)
+            return bound.run(operation, ids, seen)
         return self._gpu.run_rows(known.state, operation, bound, ids, seen, addresses)
 
 

@@ -232,9 +232,8 @@ class BoundSteps:
                 operation.recorded = program.run()
             if operation.recorded:
                 return operation.commit(refs)
-            operation.enqueued.clear()
+            operation.abandon()
+            return None
         except BaseException:
             operation.abort()
             raise
-        operation.abort()
-        return None

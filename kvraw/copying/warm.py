@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvraw.copying import copy_engine, cpu, given
+from kvraw.copying import copy_engine, cpu, given, staged_program
 from kvraw.copying.device_state import device_state
 from kvraw.copying.kernel import copy_kernel, kernels_barred
 from kvraw.runtime import program
@@ -51,5 +51,5 @@ def warm_up(device: int | None = None) -> None:
                 for paced in (False, True):
                     copy_kernel(width, paced).handle_for(d)
             for direction in ("store", "load"):
-                state.arena.ring(direction)
+                staged_program.get_ready(state, direction)
         state.get_ready(_EVENTS, _UPLOADS)

@@ -39,8 +39,8 @@ class Format:
         The axes when a fused format is taken as two planes (``kv_size`` 2); empty where it cannot be.
     paired : bool
         K and V of a head are one row: some count one half as the head size, some both.
-    mla : bool
-        One head and one plane by definition.
+    older : int
+        The number by which LMCache's reference version knows it; -1: its own.
     flat : bool
         Handed in as [blocks * block_size, ...].
     direct : bool
@@ -58,7 +58,7 @@ class Format:
     shapes: str = ""
     fused: str = ""
     paired: bool = False
-    mla: bool = False
+    older: int = -1
     flat: bool = False
     direct: bool = False
     scales: int = 0
@@ -68,6 +68,11 @@ class Format:
     def planes(self) -> int:
         """Planes of K and V: 2, or 1 where they are one row or one entry."""
         return 2 if "P" in self.pointers + self.axes else 1
+
+    @property
+    def mla(self) -> bool:
+        """True where a token is one head of one plane by definition."""
+        return "H" not in self.axes
 
     @property
     def hnd(self) -> bool:
@@ -113,23 +118,23 @@ FORMATS = _numbered(
     Format(6, "NL_X_TWO_NB_NH_BS_HS", "L", "PBHTD", "L/PBHTD vllm"),
     Format(7, "NL_X_NB_TWO_NH_BS_HS", "L", "BPHTD", "L/BPHTD vllm"),
     Format(15, "NL_X_TWO_NB_NH_ONE_BS_HS", "L", "PBHTD", "L/PBH1TD vllm"),
-    Format(13, "NL_X_NB_BS_NH_CS", "L", "BTHD", "L/BTHD vllm", paired=True, direct=True),
-    Format(12, "NL_X_NB_NH_BS_CS", "L", "BHTD", "L/BHTD vllm", paired=True),
+    Format(13, "NL_X_NB_BS_NH_CS", "L", "BTHD", "L/BTHD vllm", paired=True, older=11, direct=True),
+    Format(12, "NL_X_NB_NH_BS_CS", "L", "BHTD", "L/BHTD vllm", paired=True, older=10),
     Format(
         11, "NL_X_NB_BS_NH_TWO_HS", "L", "BTHD", "L/BTHW vllm, L/BTH2D vllm", fused="BTHPD", paired=True, direct=True
     ),
     Format(10, "NL_X_NB_NH_BS_TWO_HS", "L", "BHTD", "L/BHTW vllm, L/BHT2D vllm", fused="BHTPD", paired=True),
-    Format(5, "NL_X_NBBS_ONE_HS", "L", "BTD", "L/S1D sglang unified", mla=True, flat=True, direct=True),
+    Format(5, "NL_X_NBBS_ONE_HS", "L", "BTD", "L/S1D sglang unified", flat=True, direct=True),
     Format(18, "NL_X_NB_BS_NH_HS", "L", "BTHD", "L/BTHD sglang unified"),
-    Format(3, "NL_X_NB_BS_HS", "L", "BTD", "L/BTD vllm sglang unified", mla=True, direct=True),
+    Format(3, "NL_X_NB_BS_HS", "L", "BTD", "L/BTD vllm sglang unified", direct=True),
     Format(
         4, "TWO_X_NL_X_NBBS_NH_HS", "PL", "BTHD", "P,L/SHD vllm sglang k_v, PL/SHD sglang k_v", flat=True, direct=True
     ),
     Format(9, "TWO_X_NL_X_NB_BS_NH_HS", "PL", "BTHD", "P,L/BTHD vllm sglang k_v, PL/BTHD sglang k_v", direct=True),
     Format(16, "NL_X_TWO_X_NB_BS_NH_HS", "LP", "BTHD", "L,P/BTHD vllm"),
     # A block of values and scales, and planes of unlike widths: LMCache alone hands these in.
-    Format(14, "NL_X_NB_BSV_BSS", "L", "BTD", "L/BTD", mla=True, scales=4, token_bytes=132),
-    Format(17, "NL_X_NP_X_NB_BS_ONE_HS", "LK", "BTD", "L,K/BT1D, L,K/BTD", mla=True),
+    Format(14, "NL_X_NB_BSV_BSS", "L", "BTD", "L/BTD", scales=4, token_bytes=132),
+    Format(17, "NL_X_NP_X_NB_BS_ONE_HS", "LK", "BTD", "L,K/BT1D, L,K/BTD"),
 )
 
 # Orders that engines hand in and that have no number.
@@ -145,9 +150,9 @@ HOST_LAYOUTS = _named(
     Format(-1, "page_first", "P", "BTLHD", "P/SLHD, P/BTLHD, PSLHD, PBTLHD"),
     Format(-1, "page_first_direct", "P", "BLTHD", "P/BLTHD, PBLTHD"),
     Format(-1, "page_head", "P", "BHTLD", "P/BHTLD, PBHTLD"),
-    Format(-1, "layer_first_mla", "", "LBTD", "LSD, LS1D, LBTD, LBT1D", mla=True),
-    Format(-1, "page_first_mla", "", "BTLD", "SLD, SL1D, BTLD, BTL1D", mla=True),
-    Format(-1, "page_first_direct_mla", "", "BLTD", "BLTD, BLT1D", mla=True),
+    Format(-1, "layer_first_mla", "", "LBTD", "LSD, LS1D, LBTD, LBT1D"),
+    Format(-1, "page_first_mla", "", "BTLD", "SLD, SL1D, BTLD, BTL1D"),
+    Format(-1, "page_first_direct_mla", "", "BLTD", "BLTD, BLT1D"),
 )
 
 # vLLM's names of the order in memory (its N is a token of a block, its C the content of a head, K and V side by side),

@@ -15,7 +15,7 @@ from kvraw.errors import LayoutError
 from kvraw.layouts.discovery import Tensors, View, flatten, memory_of
 from kvraw.layouts.engine_shapes import shapes_of
 from kvraw.layouts.formats import Format
-from kvraw.layouts.geometry import CacheLayout, Geometry
+from kvraw.layouts.geometry import CacheLayout, Geometry, copy_plan
 from kvraw.layouts.reading import Hints, Reading, Spelling, read
 
 __all__ = ["Part", "parts_of", "read_parts"]
@@ -56,10 +56,8 @@ class Part:
 
     def plan(self, flat: Side, by: str, to_host: bool) -> CopyPlan:
         """The copy between the cache and rows outside it."""
-        g, paged = self.layout.geometry, self.layout.side(by)
-        src, dst = (paged, flat) if to_host else (flat, paged)
-        tokens = 1 if by == "slot" else g.block_size
-        return CopyPlan(src, dst, g.layers, g.planes, tokens, g.heads, self.head_bytes)
+        paged = self.layout.side(by)
+        return copy_plan(self.layout.geometry, *((paged, flat) if to_host else (flat, paged)), by)
 
 
 def parts_of(form: Format, layouts: Sequence[CacheLayout]) -> tuple[Part, ...]:

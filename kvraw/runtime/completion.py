@@ -8,10 +8,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from kvraw.errors import DriverError, TransferTimeoutError
+from kvraw.errors import BoundsError, DriverError, TransferTimeoutError
 from kvraw.runtime import fork
 from kvraw.runtime.driver import driver, relaxed
 
@@ -23,6 +23,13 @@ _EVERY = 16  # operations begun between two looks at what is over
 _PER_THREAD = 2  # CU_STREAM_PER_THREAD: another stream in each thread
 
 Callback = Callable[[], Exception | None]
+
+
+class Runs(Protocol):
+    """A program of driver commands, as far as an operation knows it."""
+
+    def run(self, *ids: Any) -> bool:
+        """Carry it out; False where it enqueued nothing."""
 
 
 class Completion:
@@ -209,6 +216,36 @@ class Operation(Completion):
         self.on_done(functools.partial(self.queue.give_event, event))
         driver().event_record(event, stream)
         driver().stream_wait_event(self.stream, event)
+
+    def run(self, program: Runs, *ids: Any, streams: Sequence[int] = ()) -> bool:
+        """Have a program enqueue all of it, the event as well; False where it enqueued nothing.
+
+        `ids` are what the program is run with; it enqueues on `streams` beside the operation's own.
+
+        Raises
+        ------
+        BoundsError
+            An id is bad; nothing was enqueued.
+        DriverError
+            A driver call failed; what came before it was enqueued.
+        """
+        enqueued = self.enqueued
+        before = len(enqueued)
+        enqueued.append(self.stream)
+        enqueued += streams
+        try:
+            done = self.recorded = program.run(*ids)
+        except BoundsError:
+            del enqueued[before:]
+            raise
+        if not done:
+            del enqueued[before:]
+        return done
+
+    def abandon(self) -> None:
+        """`abort` where a program enqueued nothing."""
+        self.enqueued.clear()
+        self.abort()
 
     def commit(self, refs: object) -> Completion:
         """Record the event on the stream behind all that was enqueued, and keep `refs` until it is reached."""

@@ -12,8 +12,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import deferred_errors, sglang, vllm
-from kvraw.adapters.lmcache import _place
+from kvraw.adapters import deferred_errors, sglang, tensors, vllm
 from kvraw.copying.device_state import device_state
 from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
@@ -31,7 +30,7 @@ def w(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
     made = TorchLike(0).install(monkeypatch)
     assert made.stream is not None
     handle = made.stream.handle
-    monkeypatch.setattr(_place, "_raw_stream", lambda device: handle)
+    monkeypatch.setattr(tensors, "_raw_stream", lambda device: handle)
     yield made
     fake.capture(handle, False)
     made.synchronize()

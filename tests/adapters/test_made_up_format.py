@@ -10,6 +10,7 @@ import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters.lmcache import _types
 from kvraw.layouts.formats import FORMATS, Format
+from kvraw.memo import Memo
 from tests.adapters.test_lmcache_blocks import TOKENS, World, call
 from tests.adapters.test_lmcache_slots import SLOTS, slots_at
 from tests.helpers.memory import Laid, numbers
@@ -24,7 +25,7 @@ IDS = [6, 0, 3, 1, 5, 2]
 @pytest.fixture(autouse=True)
 def row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FORMATS, NUMBER, ROW)
-    monkeypatch.setattr(_types, "_ways", {})
+    monkeypatch.setattr(_types, "_ways", Memo(8))
     oracle = PagedOracle(per_layer, lambda s: (s.nb, s.bs, 2, s.nh, s.d), lambda a, s, l, k, b, t, h: a[l][b, t, k, h])
     monkeypatch.setitem(PAGED, (NUMBER, 2), oracle)
 

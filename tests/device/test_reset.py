@@ -7,9 +7,8 @@ import pytest
 
 import kvraw
 from kvraw import codec
-from kvraw.adapters import sglang_direct, vllm
-from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _paged, _planned, _utilities
-from kvraw.codec import arena
+from kvraw.adapters import sglang_direct
+from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _paged, _planned
 from kvraw.copying import bounce, places, pointer_tables
 from kvraw.copying.device_state import device_state
 from kvraw.runtime import memory
@@ -200,15 +199,13 @@ def test_a_bound_call_in_the_context_that_was_made_anew(fake: FakeDriver) -> Non
 
 
 def test_what_adapters_keep_is_forgotten(fake: FakeDriver) -> None:
-    tables = [m._known for m in (_memo, _paged, _groups, _blend_groups, _utilities)]
+    tables = [m._known for m in (_memo, _paged, _groups, _blend_groups)]
     tables += [_planned._bits, bounce._free, pointer_tables._tables]
     tables += [
-        vllm._swaps,
         places._places,
         sglang_direct._by_value,
         sglang_direct._by_identity,
         memory._known,
-        arena._free,
     ]
     key = fake
     for one in tables:

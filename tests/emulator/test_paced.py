@@ -19,11 +19,16 @@ from kvraw.runtime.context import DeviceScope
 from tests.device.test_paced import Rows
 from tests.emulator.fake_driver import FakeDriver
 from tests.emulator.ptx_memory import Addresses, Memory
-from tests.emulator.test_ptx_artifacts import Copy, module
+from tests.emulator.test_ptx_artifacts import SKIP_NEGATIVE, Copy, module
 from tests.helpers.profile import examples
 
 UNIT = 4096  # bytes of a turn at most
-SHAPES = [(2, 64, 40, 33), (2, 1024, 12, 300), (1, 32, 1, 1)]  # thread blocks, threads, items, vectors of a run
+SHAPES = [
+    (2, 64, 40, 33),
+    (2, 1024, 12, 300),
+    (1, 32, 1, 1),
+    (1, 32, 0, 1),
+]  # thread blocks, threads, items, vectors of a run
 
 
 def run(copy: Copy, vector: int, grid: int, block: int, **pace: int) -> None:
@@ -41,7 +46,20 @@ def test_the_bytes_are_right(vector: int, cost: int, grid: int, block: int, item
     copy, word = Copy(vector, items, vectors), np.zeros(1, np.uint64)
     copy.memory.add_array(word, "pace")
     run(copy, vector, grid, block, pace=word.ctypes.data, cost=cost)
-    assert bool(word[0]) == (cost > 0)
+    assert bool(word[0]) == (cost > 0 and items > 0)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 33])
+def test_what_is_left_out_takes_no_turns(kept: int) -> None:
+    """Items with an index below zero, behind the others."""
+    copy, word = Copy(16, 64, 4), np.zeros(1, np.uint64)
+    copy.memory.add_array(word, "pace")
+    copy.words[2 + kept : 2 + 64] = [2**64 - 1] * (64 - kept)
+    copy.src_index, copy.dst_index = copy.src_index[:kept], copy.dst_index[:kept]
+    copy.sides[0].flags |= SKIP_NEGATIVE
+    word[0] = begin = np.uint64((copy.memory.nanoseconds * ka.TICKS + 1_000_000) % 2**64)
+    run(copy, 16, 1, 128, pace=word.ctypes.data, cost=256)  # a group of segments a warp
+    assert int(word[0] - begin) == kept * 2 * 4  # a vector each, of two runs
 
 
 def test_without_a_word_there_is_no_pace() -> None:

@@ -41,10 +41,9 @@ ALLOWED = {
     "kvraw.chunks": "errors addresses arrays cache runtime",
     "kvraw.batch": "errors addresses arrays cache runtime copying",
     "kvraw.prepared": "errors checks config arrays cache runtime copying",
-    "kvraw.layerwise": "copying",
     "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks runtime copying",
     "kvraw.transfer": "errors cache chunks copying.planner copying.transfer runtime transfer_plan",
-    "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared layerwise",
+    "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared",
     "kvraw.adapters": (
         "errors addresses checks config layouts plain arrays memo runtime copying codec rope "
         "cache batch prepared transfer transfer_plan adapters"
@@ -200,7 +199,7 @@ def test_only_the_package_imports_by_name() -> None:
         ("kvraw.copying.launch", "from kvraw.codec.args import CODEC"),
         ("kvraw.transfer", "import torch.cuda"),
         ("kvraw.cache", "from kvraw.copying import cpu"),
-        ("kvraw.layerwise", "import kvraw.host_kv_pool"),
+        ("kvraw.prepared", "import kvraw.host_kv_pool"),
         ("kvraw.transfer", "import kvraw.adapters.vllm"),
         ("kvraw.transfer", "from kvraw import cli"),
         ("kvraw.transfer", "def f():\n    from cuda.bindings import driver"),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvraw.arrays import IndexVector
 from kvraw.copying.addresses import AddressTable
-from kvraw.copying.bound_copy import BoundCopy, _joined
+from kvraw.copying.bound_copy import BoundCopy
 from kvraw.copying.call import Call as BoundCall
 from kvraw.copying.device_state import device_state
 from kvraw.copying.plan import CopyPlan, Side
@@ -34,6 +34,7 @@ from kvraw.copying.planner import (
     profile_for,
     profile_path,
 )
+from kvraw.copying.staged import _joined
 from kvraw.errors import PlacementError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import install
@@ -368,10 +369,7 @@ def test_chunks_that_are_copied_with_the_one_before(starts: list[int], cuts: lis
     size = 10
     places = np.array([1000 + size * k for k in starts], np.uint64)
     borders = {1000 + e for e in (*cuts, *edges)}
-    got = _joined(places, size, sorted({1000 + c for c in cuts}), tuple(1000 + e for e in edges))
-    if any(p < b < p + size for p in places.tolist() for b in borders):
-        assert got is None
-        return
-    assert got is not None
+    got, cut = _joined(places, size, sorted({1000 + c for c in cuts}), tuple(1000 + e for e in edges))
+    assert cut == any(p < b < p + size for p in places.tolist() for b in borders)
     follows = [False, *(b == a + size for a, b in itertools.pairwise(places.tolist()))]
     assert list(got) == [f and p not in borders for f, p in zip(follows, places.tolist(), strict=True)]

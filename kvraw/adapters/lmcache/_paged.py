@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -12,21 +12,22 @@ from kvraw import config
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._types import ArgumentError
-from kvraw.arrays import U64, is_pointer, pointer_vector, tensor_view
-from kvraw.cache import require_host
+from kvraw.adapters.tensors import flatten
+from kvraw.arrays import U64, is_pointer, pointer_vector
+from kvraw.cache import require_host, views_of
 from kvraw.copying.plan import Side
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS, Format
 from kvraw.layouts.geometry import CacheLayout, Geometry
 from kvraw.layouts.parts import Part, parts_of, read_parts
 from kvraw.memo import Memo
-from kvraw.plain import require_memory, require_plain
+from kvraw.plain import require_memory
 from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.memory import locate_all
 
 __all__ = [
-    *("Counts", "Paged", "addresses_of", "from_pointers", "from_tensors", "interned", "is_tensor", "views_of"),
+    *("Counts", "Paged", "addresses_of", "from_pointers", "from_tensors", "interned", "is_tensor"),
 ]
 
 _ENDLESS = 1 << 31  # blocks, where the caller does not say how many there are
@@ -57,6 +58,7 @@ class Paged:
     addresses: U64
     parts: tuple[Part, ...]
     device: int | None
+    number: int  # of its format
     plans: Memo[tuple[object, ...], Any] = field(default_factory=lambda: Memo(256))
     tables: list[Reached] = field(default_factory=list)
 
@@ -74,6 +76,11 @@ class Paged:
     def row(self) -> int:
         """Bytes of a token of one layer and plane."""
         return self.parts[0].row
+
+    @property
+    def hidden(self) -> int:
+        """Elements of a token of one layer and plane."""
+        return self.row // self.geometry.element_size
 
     def ready(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """What was made for a key before, or is made now."""
@@ -163,7 +170,7 @@ def from_pointers(number: int, addresses: U64, c: Counts, kv_size: int, device: 
                 f"paged_buffer_ptrs has {len(addresses)} addresses, format {number} with {c.layers} layers takes "
                 f"{need}, none of them null"
             )
-        return Paged(addresses[:need].copy(), parts_of(form, [layout]), device)
+        return Paged(addresses[:need].copy(), parts_of(form, [layout]), device, number)
 
     return interned((number, addresses.tobytes(), c, kv_size, device), make)
 
@@ -173,46 +180,31 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "data_ptr") and hasattr(value, "stride")
 
 
-def _flatten(tensors: Any) -> list[Any]:
-    return [x for t in tensors for x in _flatten(t)] if isinstance(tensors, (list, tuple)) else [tensors]
-
-
-def views_of(name: str, tensors: Any) -> Any:
-    """The tensors of lists as what discovery takes."""
-    return [views_of(name, t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensor_view(tensors, name)
-
-
-def _require_plain(tensors: Sequence[Any]) -> None:
-    for at, tensor in enumerate(tensors):
-        require_plain(f"paged tensor {at}", tensor)
-
-
 def from_tensors(number: int, tensors: Any, block_size: int, kv_size: int, device: int | None, row: int = 0) -> Paged:
     """A paged cache from tensors, whose shapes and strides rule.
 
     `block_size` matters where blocks and tokens are one axis, and `row`, the elements of a token of one layer and
     plane, where a shape can be read in several ways.
     """
-    flat = _flatten(tensors)
+    flat = flatten(tensors)
     if not flat or not all(is_tensor(t) for t in flat):
         raise TypeError("the paged cache must hold tensors, or be a 1-D tensor of addresses")
     try:
         seen = tuple((t.data_ptr(), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
     except (RuntimeError, NotImplementedError):  # one without memory
-        _require_plain(flat)
+        views_of(tensors, "paged tensors")
         raise
 
     def make() -> Paged:
-        _require_plain(flat)
         form = FORMATS[number]
         planes = _planes(form, kv_size)
         try:
             addresses, parts = read_parts(
-                "paged tensors", views_of("paged tensors", tensors), form, block_size=block_size, planes=planes, row=row
+                "paged tensors", views_of(tensors, "paged tensors"), form, block_size=block_size, planes=planes, row=row
             )
         except LayoutError as error:
             raise ArgumentError(str(error)) from None
-        return Paged(pointer_vector("paged_buffer_ptrs", addresses), parts, device)
+        return Paged(pointer_vector("paged_buffer_ptrs", addresses), parts, device, number)
 
     lists = [len(t) for t in tensors if isinstance(t, (list, tuple))] if isinstance(tensors, (list, tuple)) else []
     return interned((number, seen, *lists, block_size, kv_size, device, row), make)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from kvraw.errors import (
     TransferTimeoutError,
 )
 from kvraw.runtime import fork
+from kvraw.runtime.closeable import Closing
 from kvraw.runtime.context import device_to_pin, gpu_at_hand, require_device, tie
 from kvraw.runtime.driver import driver, usable_here
 from kvraw.runtime.host.backing import BackingInfo, inspect_backing
@@ -36,7 +36,7 @@ _DEFAULTS = HostOptions()
 _live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
 
-class HostBuffer(UseTracker, NotPicklable):
+class HostBuffer(Closing, UseTracker, NotPicklable):
     """One range of host memory, page-aligned and of exactly the size asked for (rounded up to whole pages).
 
     Parameters
@@ -359,6 +359,7 @@ class HostBuffer(UseTracker, NotPicklable):
         device = integer("device", device)
         if self.pinned and not self._forked:  # also while `close` waits for the caller
             return
+        self.require_open()
         with self._pin_lock:
             self.require_open()
             if not self.pinned:
@@ -494,14 +495,6 @@ class HostBuffer(UseTracker, NotPicklable):
             raise ClosedError(f"the {self._noun} is closed")
         if self._forked:
             raise ForkError(f"the {self._noun} was pinned, or growing, in a parent process, and does not survive fork")
-
-    def __enter__(self: B) -> B:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _in_child() -> None:

@@ -331,7 +331,6 @@ def _shared(segment: shm.Segment) -> HostMapping:
 def _pinned(nbytes: int, device: int) -> HostMapping:
     size = _round(nbytes, libc.PAGE)
     buffer = PinnedBuffer(size, device)
-    buffer._finalizer.atexit = False
     forget = note_allocation(driver(), buffer.address, size)
 
     def release() -> None:
