@@ -352,7 +352,7 @@ def test_repeated_calls_choose_no_engine(
     choose = Chooser.choose
     monkeypatch.setattr(Chooser, "choose", lambda *args: (chosen.append(1), choose(*args))[1])
     if best != "kernel":
-        monkeypatch.setattr(Chooser, "_depends", lambda self, engine, call: call.host_ids)
+        monkeypatch.setattr(Chooser, "_depends", lambda self, engine, c: c.host_ids and (c.src.link or c.dst.link))
     w = World(1, 2, 0, 2, place)
     for k, ids in enumerate(
         ([3, 1, 6, 0], [0, 2, 4, 6], [5, 3, 1, 6], [6, 4, 2, 0], [1, 3, 5, 0], [2, 6, 0, 4], [4, 1, 6, 2])
