@@ -23,11 +23,12 @@ from kvraw.copying.call import Call
 from kvraw.copying.chooser import joined_items
 from kvraw.copying.device_state import DeviceState
 from kvraw.copying.planner import Choice
+from kvraw.memo import Memo
 from kvraw.runtime.completion import Completion, Operation
 from kvraw.runtime.context import DeviceScope, note_error
 from kvraw.runtime.driver import driver
 from kvraw.runtime.host.pool import ChunkKind, HostPool
-from kvraw.runtime.stream import Stream, stream_handle
+from kvraw.runtime.stream import LEGACY, Stream, stream_handle
 
 __all__ = ["RepeatedCalls"]
 
@@ -72,11 +73,12 @@ class RepeatedCalls:
     ) -> None:
         self._gpu, self._device, self._cache, self._nbytes = gpu, device, cache, nbytes
         self._store, self._distinct = store, distinct
-        self._kinds: dict[tuple[int, int, bool, int], _Kind] = {}
+        self._kinds: Memo[tuple[int, int, bool, int], _Kind] = Memo(_MOST)
         # Of calls by address: by the numbers of ids, chunks and items left out, the width of ids, the alignment, and
         # the items that follow each other, where the engine depends on that.
-        self._placed: dict[tuple[object, ...], tuple[DeviceState | None, BoundCall | BoundRows | None]] = {}
-        self._joins: set[tuple[int, int, bool]] = set()  # ids, chunks, link of calls whose engine depends on joined ids
+        self._placed: Memo[tuple[object, ...], tuple[DeviceState | None, BoundCall | BoundRows | None]] = Memo(_MOST)
+        # Ids, chunks and link of calls whose engine depends on joined ids.
+        self._joins: Memo[tuple[int, int, bool], bool] = Memo(_MOST)
 
     def enqueue(
         self,
@@ -89,14 +91,20 @@ class RepeatedCalls:
         refs: object = None,
         *,
         link: bool = True,
-    ) -> Completion:
+    ) -> str | None:
         """Enqueue a call for chunks in one registration, at these addresses as the host and as the device see them.
 
-        Without `link`, they lie in the device's memory.
+        Without `link`, they lie in the device's memory. Ids lie on the host or where kernels reach them, and there are
+        as many chunks as they need. `refs` are kept until the copy is over.
 
-        The device's context is current, no capture is in progress, ids lie on the host or where kernels reach them, and
-        there are as many chunks as they need. `refs` are kept until the copy is over.
+        Returns
+        -------
+        str or None
+            The engine; empty where it was by a bound program. None where nothing was enqueued: another device's context
+            is current, or a capture is in progress on the stream.
         """
+        if not state.completions.events and not self._free(state, stream):
+            return None  # ahead of all: an event would be made in the current context
         host, seen = addresses
         count, width = index.count - skip, 0 if index.host is not None else index.width
         size, bits = (count, len(host), link), int(np.bitwise_or.reduce(seen)) & 15
@@ -106,7 +114,7 @@ class RepeatedCalls:
         known, bound = self._placed.get((size, skip, width, bits, joined), _UNKNOWN)
         if known is not state:  # or of a context that was reset
             bound = None
-        operation = state.completions.begin(stream)
+        operation, engine = state.completions.begin(stream), ""
         try:
             ids = _NO_IDS if index.host is None else index.host
             if type(bound) is BoundCall:
@@ -117,19 +125,26 @@ class RepeatedCalls:
             else:
                 done = False
             if not done:
+                if not self._free(state, stream):  # a program looks at that itself
+                    operation.abort()
+                    return None
                 chunks = AddressTable(host, seen, link, bits=bits)
                 call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
-                self._gpu.enqueue(state, operation, call)
+                engine = self._gpu.enqueue(state, operation, call).engine
                 settled = self._settled(call, index, size) if operation.recorded else None
                 if settled is not None:
-                    if len(self._placed) >= _MOST:
-                        self._placed.clear()
                     key = (size, skip, width, bits, settled[1])
-                    self._placed[key] = state, self._program(state, call, settled[0])
-            return operation.commit((index.owner, refs))
+                    self._placed.keep(key, (state, self._program(state, call, settled[0])))
+            operation.commit((index.owner, refs))
+            return engine
         except BaseException:
             operation.abort()
             raise
+
+    def _free(self, state: DeviceState, stream: int) -> bool:
+        """Whether the device's context is current, and no capture in progress on a stream."""
+        d = state.owner
+        return d.context_device() == self._device and not (stream not in LEGACY and d.stream_capturing(stream))
 
     def _settled(self, call: Call, index: IndexVector, size: tuple[int, int, bool]) -> tuple[Choice, int] | None:
         """The engine of calls like one that was enqueued, and the joined items of those that it holds for (0: all)."""
@@ -140,7 +155,7 @@ class RepeatedCalls:
         choice = self._gpu.chooser.settled_choice(call, joined)
         if choice is None:
             return None
-        self._joins.add(size)
+        self._joins.keep(size, True)
         return choice, joined
 
     def _program(self, state: DeviceState, call: Call, choice: Choice) -> BoundCall | BoundRows | None:
@@ -158,10 +173,8 @@ class RepeatedCalls:
         bound = None if settled is None else self._program(state, call, settled[0])
         if settled is None or bound is None:
             return
-        if len(self._kinds) >= _MOST:
-            self._kinds.clear()
         key = (*size, settled[1])
-        self._kinds[key] = _Kind(state, weakref.ref(pool), pool.device_shift, settled[0], bound)
+        self._kinds.keep(key, _Kind(state, weakref.ref(pool), pool.device_shift, settled[0], bound))
 
     def __call__(self, chunks: Sequence[Any], ids: Any, stream: Any, cache: object) -> tuple[Completion, Choice] | None:
         """Enqueue a call and keep what it uses; None where it must go the general way.

@@ -38,7 +38,6 @@ from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import locate_all, pinned_at
-from kvraw.runtime.stream import LEGACY
 from kvraw.transfer_plan import Direction, TransferPlan
 
 if TYPE_CHECKING:
@@ -121,6 +120,7 @@ class Blocks:
         self._plan: TransferPlan | None = None
         self._repeated: RepeatedCalls | None = None
         self._rows: Memo[tuple[int, ...], Any] = Memo(_ROWS)
+        self._by_kernel: Memo[tuple[int, int, int], bool] = Memo(64)  # ids, objects, skip: by ids on the device
         self._pinned = (0, 0, 0, 0)  # where objects lay in pinned memory, as `pinned_at`
         self._state: DeviceState | None = None
         if paged.whole:
@@ -222,6 +222,8 @@ class Blocks:
                 self._state = device_state(device)
                 if row is None:
                     self._pinned = pinned_at(places[0])
+                    if ids.host is None and done.engine == "kernel":
+                        self._by_kernel.keep((ids.count, len(places), skip), True)
         return done
 
     def _repeat(self, objects: Sequence[Any], ids: Any, skip: int, device: int, stream: int) -> bool:
@@ -241,27 +243,23 @@ class Blocks:
         row, most = self._rows.get(places), len(places) * self.per_object
         if type(row) is tuple:
             number, shift, link = row[1], 0, False
-            if there is not None:
-                count, bits = min(there[2], most) - skip, 0
-                if count <= 0:
-                    return False
-                for place in places:
-                    bits |= place
-                memory, refs = (places[0], number), (ids, objects)
-                return self._copies.repeat(stream, places, bits & 15, there, skip, count, memory=memory, refs=refs)
         else:
             begin, end, shift, number = self._pinned
             if not number or min(places) < begin or max(places) > end - self.nbytes:
                 return False
             link = True
+        if there is not None and (not link or (min(there[2], most), len(places), skip) in self._by_kernel):
+            count, bits = min(there[2], most) - skip, 0
+            bases = places if not shift else [place + shift for place in places]
+            for base in bases:
+                bits |= base
+            known: dict[str, Any] = {"link": link, "memory": (places[0], number), "refs": (ids, objects)}
+            if count > 0 and self._copies.repeat(stream, bases, bits & 15, there, skip, count, **known):
+                return True
         d, state, repeated = driver(), self._state, self._repeated
         if repeated is None or state is None or state.was_reset or state.owner is not d or pending(state):
             return False
-        if (
-            d.context_device() != device
-            or d.pointer_number(places[0]) != number
-            or (stream not in LEGACY and d.stream_capturing(stream))
-        ):
+        if d.pointer_number(places[0]) != number:
             return False
         if there is None:
             index = ids_of("block_ids", ids, device, most, objects)
@@ -274,8 +272,10 @@ class Blocks:
         addresses = np.array(places, np.uint64)
         seen = addresses + np.uint64(shift % 2**64) if shift else addresses
         on_error = None if there is None else pending_of(device)
-        repeated.enqueue(state, (addresses, seen), index, skip, stream, on_error, self.paged, link=link)
-        return True
+        engine = repeated.enqueue(state, (addresses, seen), index, skip, stream, on_error, self.paged, link=link)
+        if engine == "kernel" and there is not None:
+            self._by_kernel.keep((index.count, len(places), skip), True)
+        return engine is not None
 
     def move(self, objects: Sequence[Any], block_ids: Any, skip: int) -> None:
         """Move blocks on the caller's stream; pageable objects are filled on return."""
