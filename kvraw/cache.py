@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, ValuesView
 from typing import Any
 
-import numpy as np
-
 from kvraw.addresses import in_reach, no_address
 from kvraw.arrays import ASK_DRIVER, U64, TensorView, pointer_vector, tensor_view
 from kvraw.checks import NotPicklable, integer
+from kvraw.copying.addresses import resolve
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.layouts.discovery import discover
 from kvraw.layouts.formats import Format
@@ -17,7 +16,7 @@ from kvraw.layouts.geometry import CacheLayout, Geometry, find_format
 from kvraw.runtime.context import device_if_active, generation, reset_error, resets
 from kvraw.runtime.driver import driver_here
 from kvraw.runtime.host.libc import mapped
-from kvraw.runtime.memory import held_by, locate, locate_all
+from kvraw.runtime.memory import held_by, locate
 
 __all__ = ["PagedCache"]
 
@@ -347,10 +346,9 @@ def require_on_device(name: str, addresses: U64, nbytes: int, device: int) -> No
     if not nbytes:
         return
     with device_if_active(device):  # so that what every device may touch counts as this one's
-        found = locate_all(addresses, nbytes)
-    on_host = found.devices < 0
-    if on_host.any():
-        at = int(np.argmax(on_host))
+        found = resolve(addresses, nbytes)
+    if found.link:
+        at = next(k for k, a in enumerate(addresses.tolist()) if locate(a, 1).device is None)
         kind = "pinned" if found.seen[at] else "pageable"
         raise PlacementError(
             f"{name}[{at}] is {int(addresses[at]):#x}, {kind} host memory, must be memory of device {device}"

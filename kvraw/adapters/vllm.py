@@ -19,12 +19,12 @@ from kvraw.addresses import require_addresses
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.batch import memcpy_batch
 from kvraw.checks import integer
+from kvraw.copying.addresses import AddressTable, resolve
 from kvraw.copying.bound_copies import BoundCopies
 from kvraw.copying.copy_engine import Descriptors, holder
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.given import extremes, join, page_starts
 from kvraw.copying.operands import Operands
-from kvraw.copying.places import Ranges, find_ranges
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.copying.submission import submit
 from kvraw.errors import BoundsError, DriverError, LayoutError, PlacementError
@@ -147,7 +147,7 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
         stream, state = tensors.current_stream(device), device_state(device)
         if pending(state):
             raise_deferred(device, stream)
-        found = find_ranges(*swap.places)
+        found = resolve(*swap.places, ends=True)
         if found.over is not None:
             raise found.over.error(("src", "dst")[found.over.at])
         if not found.pageable and _swap_by_kernel(swap.kernel, state, found, at, to, stream, (src, dst)):
@@ -156,7 +156,7 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
 
 
 def _swap_by_kernel(
-    kernel: PreparedCopy, state: DeviceState, found: Ranges, at: I64, to: I64, stream: int, refs: object
+    kernel: PreparedCopy, state: DeviceState, found: AddressTable, at: I64, to: I64, stream: int, refs: object
 ) -> bool:
     with DeviceScope(state.device):
         capturing = driver().stream_capturing(stream)
@@ -205,7 +205,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         if not len(nbytes):
             return
     reach = largest if least == largest else nbytes
-    found = find_ranges(source, reach), find_ranges(target, reach)
+    found = resolve(source, reach, ends=True), resolve(target, reach, ends=True)
     for name, one in zip(("src_ptrs", "dst_ptrs"), found, strict=True):
         if one.over is not None:
             at = int(np.flatnonzero(given.sizes)[one.over.at])
@@ -253,7 +253,7 @@ def _check_addresses(given: Descriptors) -> None:
 
 
 def _by_kernel(
-    state: DeviceState, found: tuple[Ranges, Ranges], nbytes: U64, kinds: list[int], stream: int
+    state: DeviceState, found: tuple[AddressTable, AddressTable], nbytes: U64, kinds: list[int], stream: int
 ) -> np.ndarray[Any, Any] | None:
     """Copy what the kernel is faster at; which entries it left, or None for all of them."""
     link, left = found[0].link or found[1].link, None

@@ -43,7 +43,6 @@ class BoundRows(NamedTuple):
     call: Call
     chunk_bytes: int
     bits: int
-    edges: tuple[int, ...]
 
 
 class BoundCopy:
@@ -214,7 +213,7 @@ class BoundCopy:
             return False
         there, ids = (index, _NO_IDS) if index.host is None else (None, index.host)
         rows = self.bound_rows(state, call)
-        return self.run_rows(state, operation, rows, ids, chunks.seen, chunks.host, there, call.on_error)
+        return self.run_rows(state, operation, rows, ids, chunks.seen, chunks.host, there, call.on_error, call.edges)
 
     def run_kernel(self, operation: Operation, bound: BoundCall, ids: I64, seen: U64, places: U64) -> bool:
         """Enqueue a bound kernel call with other ids and chunks; False where it must be enqueued step by step.
@@ -240,7 +239,7 @@ class BoundCopy:
         way = self.chooser.way(call)
         chunks = call.dst if way == "store" else call.src
         assert isinstance(chunks, AddressTable)
-        return BoundRows(staged, ring, call, self.chooser.chunk_bytes[way], chunks.alignment, call.edges)
+        return BoundRows(staged, ring, call, self.chooser.chunk_bytes[way], chunks.alignment)
 
     def run_rows(
         self,
@@ -252,12 +251,14 @@ class BoundCopy:
         places: U64,
         there: IndexVector | None = None,
         on_error: Callable[[Exception], None] | None = None,
+        edges: tuple[int, ...] = (),
     ) -> bool:
         """Enqueue whole chunks through staging slots by a program; False where it must go step by step.
 
-        `seen` and `places` are the chunks' addresses as the device and as the host see them, `there` ids on the device.
+        `seen` and `places` are the chunks' addresses as the device and as the host see them, `there` ids on the device,
+        `edges` what no copy may span beside the ends of what kvraw registered.
         """
-        staged, ring, call, nbytes, bits, edges = rows
+        staged, ring, call, nbytes, bits = rows
         joined = _joined(places, nbytes, state.cuts(), edges)
         if joined is None:
             return False
@@ -453,8 +454,8 @@ def _joined(places: U64, nbytes: int, cuts: list[int], edges: tuple[int, ...]) -
     high += nbytes
     at = bisect.bisect_right(cuts, low)
     borders = cuts[at : bisect.bisect_left(cuts, high, at)] if at < len(cuts) and cuts[at] < high else []
-    if edges:
-        borders = sorted({*borders, *(edge for edge in edges if low < edge < high)})
+    if edges and (len(edges) > 1 or edges[0] < high):
+        borders = sorted({*borders, *[edge for edge in edges if low < edge < high]})
     if not borders:
         return joined
     starts = places.tolist()

@@ -87,6 +87,7 @@ class Chooser:
         self.chunk_bytes = {"store": chunk_bytes(plan, dst), "load": chunk_bytes(plan, src)}
         self._moves: dict[str, tuple[int, _Joins]] = {}
         self._choices: dict[tuple[object, ...], Choice] = {}
+        self._open: set[tuple[object, ...]] = set()  # what depends on which items are neighbours
         self._fixed = Choice(engine, "asked for", 0.0) if engine in ("kernel", "copy") and ctas != 0 else None
 
     def choose(self, state: DeviceState, call: Call) -> Choice:
@@ -110,10 +111,12 @@ class Chooser:
         choice = self._choices.get(key)
         if choice is not None:
             return choice
-        most = call.count if known and call.count > 1 else 1
-        found = self._decide(state, call, gaps, (most, most), " at best" if self._joins.run(most) > 1 else "")
-        if not self._depends(found.engine, call):
-            return self._keep(key, found)  # however neighbouring the items are
+        if key not in self._open:
+            most = call.count if known and call.count > 1 else 1
+            found = self._decide(state, call, gaps, (most, most), " at best" if self._joins.run(most) > 1 else "")
+            if not self._depends(found.engine, call):
+                return self._keep(key, found)  # however neighbouring the items are
+            self._open.add(key)
         ids = [None if i is None or i.host is None else i.host[call.first : call.end] for i in call.indices]
         both = joined_items(call.count, *ids) if known else 1
         joined = both, joined_items(call.count, ids[links.index(True)]) if True in links else 1
@@ -156,6 +159,7 @@ class Chooser:
     def _keep(self, key: tuple[object, ...], choice: Choice) -> Choice:
         if len(self._choices) > _MOST:
             self._choices.clear()
+            self._open.clear()
         self._choices[key] = choice
         return choice
 

@@ -3,7 +3,7 @@
 A call is repeated when its ids are a vector on the host and its chunks are live chunks of one pinned pool, as many of
 both as in a call before. It then takes the ids, the chunks' addresses, the stream and an event, and runs the bound
 program, which also checks the ids, the context and that no capture is in progress. Whatever is different goes the
-plan's general way.
+plan's general way, which runs the same programs for chunks that it has resolved, wherever they are pinned.
 """
 
 from __future__ import annotations
@@ -32,20 +32,27 @@ from kvraw.runtime.stream import Stream, stream_handle
 __all__ = ["RepeatedCalls"]
 
 _MOST = 64  # kinds of calls that are kept
-_UNKNOWN = (None, None)
 _NO_IDS: I64 = np.zeros(0, np.int64)
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
 
-class _Kind(NamedTuple):
-    """What is known of calls with so many ids and chunks."""
+class _Bound(NamedTuple):
+    """The program of calls of a kind."""
 
     state: DeviceState
-    pool: weakref.ref[HostPool]
-    shift: int
     choice: Choice
     bound: BoundCall | BoundRows  # by the kernel, or staged
+
+
+class _Kind(NamedTuple):
+    """What is known of calls with so many ids and chunks of a pool."""
+
+    state: DeviceState
+    choice: Choice
+    bound: BoundCall | BoundRows
+    pool: weakref.ref[HostPool]
+    shift: int
 
 
 class RepeatedCalls:
@@ -72,86 +79,101 @@ class RepeatedCalls:
     ) -> None:
         self._gpu, self._device, self._cache, self._nbytes = gpu, device, cache, nbytes
         self._store, self._distinct = store, distinct
-        self._kinds: dict[tuple[int, int, int], _Kind] = {}
-        # Of calls by address: by the numbers of ids, chunks and items left out, the width of ids, and the alignment.
-        self._placed: dict[tuple[int, ...], tuple[DeviceState | None, BoundCall | BoundRows | None]] = {}
+        self._kinds: dict[tuple[int, ...], _Kind] = {}
+        # By the numbers of ids, chunks and items left out, the width of ids, the alignment, and whether all chunks are
+        # host memory; and by joined ids, where the engine depends on these.
+        self._bound: dict[tuple[int, ...], _Bound] = {}
         self._joins: set[tuple[int, int]] = set()  # ids and chunks of calls whose engine depends on joined ids
 
     def enqueue(
         self,
         state: DeviceState,
-        addresses: tuple[U64, U64],
+        chunks: AddressTable,
         index: IndexVector,
         skip: int,
         stream: int,
         on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
     ) -> Completion:
-        """Enqueue a call for chunks in one registration, at these addresses as the host and as the device see them.
+        """Enqueue a call for chunks that were resolved, as an operation of its own; as `run`.
 
-        The device's context is current, no capture is in progress, ids lie on the host or where kernels reach them, and
-        there are as many chunks as they need. `refs` are kept until the copy is over.
+        `refs` are kept until the copy is over.
         """
-        host, seen = addresses
-        count, width = index.count - skip, 0 if index.host is not None else index.width
-        key = (count, len(host), skip, width, int(np.bitwise_or.reduce(seen)) & 15)
-        known, bound = self._placed.get(key, _UNKNOWN)
-        if known is not state:  # or of a context that was reset
-            bound = None
         operation = state.completions.begin(stream)
         try:
-            ids = _NO_IDS if index.host is None else index.host
-            if type(bound) is BoundCall:
-                done = self._gpu.run_kernel(operation, bound, ids, seen, host)
-            elif type(bound) is BoundRows:
-                there = index if width else None
-                done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error)
-            else:
-                done = False
-            if not done:
-                chunks = AddressTable(host, seen, True, bits=key[-1])
-                call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
-                self._place(key, state, operation, call, self._gpu.enqueue(state, operation, call))
+            self.run(state, operation, chunks, index, skip, on_error)
             return operation.commit((index.owner, refs))
         except BaseException:
             operation.abort()
             raise
 
-    def _place(
-        self, key: tuple[int, ...], state: DeviceState, operation: Operation, call: Call, choice: Choice
-    ) -> None:
-        """Keep the program of a call by address, where one was run."""
-        if not operation.recorded or self._gpu.chooser.settled_choice(call) is None:
-            return
-        call = _without_owners(call)
-        kernel = choice.engine == "kernel"
-        bound = self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
-        if len(self._placed) >= _MOST:
-            self._placed.clear()
-        self._placed[key] = state, bound
+    def run(
+        self,
+        state: DeviceState,
+        operation: Operation,
+        chunks: AddressTable,
+        index: IndexVector,
+        skip: int,
+        on_error: Callable[[Exception], None] | None = None,
+        pool: HostPool | None = None,
+    ) -> Choice:
+        """Enqueue a call for chunks that were resolved; what is found out is kept for others, of the `pool` as well.
 
-    def learn(self, state: DeviceState, pool: HostPool, call: Call) -> None:
-        """Keep what a call that was enqueued by its bound program found out, for those of its kind."""
-        index, chunks = (call.src_index, call.dst) if call.dst_index is None else (call.dst_index, call.src)
-        if call.first or index is None or index.host is None or not isinstance(chunks, AddressTable):
-            return
-        choice, joined, size = self._gpu.chooser.settled_choice(call), 0, (call.count, len(chunks))
+        The device's context is current, no capture is in progress, ids lie on the host or where kernels reach them, and
+        there are as many chunks as they need.
+        """
+        host, seen, ids = chunks.host, chunks.seen, index.host
+        count, width, joined = index.count - skip, 0, 0
+        size = count, len(host)
+        if ids is None:
+            width, ids = index.width, _NO_IDS
+        elif size in self._joins:
+            joined = joined_items(count, ids[skip:])
+        bits = chunks.bits if chunks.bits >= 0 else chunks.alignment
+        key = (*size, skip, width, bits, chunks.link, joined)
+        known = self._bound.get(key)
+        if known is not None and known.state is state:  # not of a context that was reset
+            bound = known.bound
+            if isinstance(bound, BoundCall):
+                done = self._gpu.run_kernel(operation, bound, ids, seen, host)
+            else:
+                there = index if width else None
+                done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error, chunks.edges)
+            if done:
+                return known.choice
+        call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
+        choice = self._gpu.enqueue(state, operation, call)
+        if operation.recorded:
+            self._keep(key, state, call, pool)
+        return choice
+
+    def _keep(self, key: tuple[int, ...], state: DeviceState, call: Call, pool: HostPool | None) -> None:
+        """Keep the program that ran a call, for those of its kind."""
+        index = call.src_index or call.dst_index
+        assert index is not None
+        choice, joined, size = self._gpu.chooser.settled_choice(call), 0, (key[0], key[1])
         if choice is None:
-            joined = joined_items(call.count, index.host)
+            if index.host is None:
+                return
+            joined = joined_items(call.count, index.host[call.first :])
             choice = self._gpu.chooser.settled_choice(call, joined)
             if choice is None:
                 return
             self._joins.add(size)
-        call = _without_owners(call)
+        src, dst = (None if i is None else IndexVector(None, 0, i.count) for i in call.indices)
+        call = Call(call.src, call.dst, src, dst, call.first, call.count)  # keeps nothing alive
         kernel = choice.engine == "kernel"
         bound = self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
         if bound is None:
             return
-        if len(self._kinds) >= _MOST:
+        if len(self._bound) >= _MOST or len(self._kinds) >= _MOST:
+            self._bound.clear()
             self._kinds.clear()
-            self._joins.clear()
-        key = (*size, joined)
-        self._kinds[key] = _Kind(state, weakref.ref(pool), pool.device_shift, choice, bound)
+        key = (*key[:-1], joined)
+        self._bound[key] = _Bound(state, choice, bound)
+        if pool is not None and index.host is not None and not call.first:
+            kind = (*size, joined)
+            self._kinds[kind] = _Kind(state, choice, bound, weakref.ref(pool), pool.device_shift)
 
     def __call__(self, chunks: Sequence[Any], ids: Any, stream: Any, cache: object) -> tuple[Completion, Choice] | None:
         """Enqueue a call and keep what it uses; None where it must go the general way.
@@ -217,9 +239,3 @@ class RepeatedCalls:
         if isinstance(bound, BoundCall):
             return self._gpu.run_kernel(operation, bound, ids, seen, addresses)
         return self._gpu.run_rows(known.state, operation, bound, ids, seen, addresses)
-
-
-def _without_owners(call: Call) -> Call:
-    """A call of the same kind that keeps nothing alive."""
-    src, dst = (None if i is None else IndexVector(None, 0, i.count) for i in call.indices)
-    return Call(call.src, call.dst, src, dst, call.first, call.count)

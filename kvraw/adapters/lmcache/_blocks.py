@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvraw import config
 from kvraw.adapters.deferred_errors import pending, pending_of, raise_deferred
 from kvraw.adapters.lmcache._ids import ids_of, ids_on
@@ -29,14 +27,13 @@ from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import IndexVector, is_pointer, tensor_view
 from kvraw.cache import PagedCache
+from kvraw.copying.addresses import AddressTable, remembered
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS
 from kvraw.plain import odd, unusable
-from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import locate_all, pinned_at
 from kvraw.runtime.stream import LEGACY
 from kvraw.transfer_plan import Direction, TransferPlan
 
@@ -99,8 +96,6 @@ def paged_of(paged: Any, shape_desc: Any, number: int, device: int | None, objec
     return from_pointers(number, addresses, c, int(d.kv_size), device)
 
 
-_ROWS = 256  # rows of objects of which it is known where they lie
-_ASK = object()
 _INTEGERS = {int}
 
 
@@ -119,30 +114,27 @@ class Blocks:
         self.per_object, self.nbytes = tokens // g.block_size, g.layers * g.planes * tokens * paged.row
         self._open = config.ENGINE.get() in ("auto", "kernel")
         self._plan: TransferPlan | None = None
-        self._rows: dict[tuple[int, ...], Any] = {}
-        self._pinned = (0, 0, 0, 0)  # where objects lay in pinned memory, as `pinned_at`
         self._state: DeviceState | None = None
         if paged.whole:
             cache = PagedCache(paged.parts[0].layout, paged.reached()[0].host, paged.device)
             way: Direction = "store" if to_host else "load"
             self._plan = TransferPlan(cache, way, chunk_tokens=tokens, distinct=False)
+        self._repeated = None if self._plan is None else self._plan.repeated
 
     @cached_property
     def _copies(self) -> Copies:
         layers, tokens = self.paged.geometry.layers, self._tokens
         return self.paged.copies("block", self.to_host, lambda part: object_side(part, layers, tokens), tokens)
 
-    def _places(self, objects: Sequence[Any]) -> tuple[list[int], bool]:
-        """Addresses of objects, and whether all are tensors on the cache's device."""
-        places, there, nbytes, here = [], 0, self.nbytes, self.paged.device
+    def _places(self, objects: Sequence[Any]) -> list[int]:
+        """Addresses of objects."""
+        places, nbytes = [], self.nbytes
         for at, one in enumerate(objects):
             if type(one) is int:
                 places.append(one)
                 continue
             try:
                 size, dense, address = one.numel() * one.element_size(), one.is_contiguous(), one.data_ptr()
-                place = one.device
-                there += place.index == here and place.type == "cuda"
                 if not address or odd(one):
                     raise unusable(f"lmcache_objects_ptrs[{at}]", one)
             except (RuntimeError, NotImplementedError) as error:  # one without memory
@@ -158,7 +150,7 @@ class Blocks:
             if not dense:
                 raise LayoutError(f"object {at} of shape {tuple(one.shape)} must have no gaps")
             places.append(address)
-        return places, there == len(places)
+        return places
 
     def _require_addresses(self, places: list[int]) -> None:
         for at, address in enumerate(places):
@@ -167,38 +159,9 @@ class Blocks:
                     f"lmcache_objects_ptrs[{at}] is {address}, must be the address of {self.nbytes} bytes"
                 ) from None
 
-    def _on_device(self, places: list[int], known: bool) -> Reached | None:
-        """Objects ready for the device's kernel, where they are known to lie on it.
-
-        Staging buffers come again, and are asked about once; memory out of a pool does not, and is not asked about.
-        """
-        key = tuple(places)
-        found = self._rows.get(key)
-        if type(found) is tuple:
-            row: Reached = found[0]
-            if known or driver().pointer_number(places[0]) == found[1]:
-                return row
-            found = _ASK  # the memory was freed, and other memory lies there
-        if found is None or found is _ASK:
-            if len(self._rows) >= _ROWS:
-                self._rows.clear()
-            if not known and found is None:
-                self._rows[key] = _ASK
-                return None
-            addresses = np.array(places, np.uint64)
-            assert self.paged.device is not None
-            with DeviceScope(self.paged.device):
-                if known or (locate_all(addresses).devices == self.paged.device).all():
-                    row = Reached(addresses, addresses, False)
-                    self._rows[key] = row, driver().pointer_number(places[0])
-                    return row
-            self._rows[key] = False
-        return None
-
     def _copy(
         self,
         places: list[int],
-        known: bool,
         ids: IndexVector,
         skip: int,
         stream: int | None,
@@ -206,86 +169,63 @@ class Blocks:
         waited: bool = False,
     ) -> Any:
         device = self.paged.device
-        row = self._on_device(places, known) if device is not None and self._open else None
-        if row is None and self._plan is None:
+        if self._plan is None:
             self._require_addresses(places)
             row = reach(places, self.nbytes, device)
-        if row is not None or self._plan is None:
-            assert row is not None
             return self._copies.run(row, ids, skip, ids.count - skip, stream, captured, waited=waited)
         unseen = device is not None and ids.host is None and not waited
-        done = self._plan(places, ids, skip=skip, stream=stream, on_error=pending_of(device) if unseen else None)
-        if device is not None and not captured:
-            self._learn_pinned(places, device)
-        return done
+        return self._plan(places, ids, skip=skip, stream=stream, on_error=pending_of(device) if unseen else None)
 
     def _repeat(self, objects: Sequence[Any], ids: Any, skip: int, device: int, stream: int) -> bool:
-        """Move as an earlier call did, objects that lie on the device by ids there; False: all must be looked at."""
-        there = ids_on(ids, device)
-        if not len(objects):
+        """Move as an earlier call did, objects in memory that was asked about; False: all must be looked at."""
+        d, state = driver(), self._state
+        if state is None or state.was_reset or state.owner is not d:
+            self._state = device_state(device) if d.context_device() == device else None
             return False
-        if type(objects[0]) is int:
-            places = tuple(objects)
-            if set(map(type, places)) != _INTEGERS:
-                return False
-            row = self._rows.get(places)
-        elif there is None:
-            places, row = tuple(self._places(objects)[0]), None
-        else:
+        if not len(objects) or d.context_device() != device:
             return False
-        if type(row) is not tuple:
-            return self._plan is not None and self._repeat_pinned(places, objects, ids, there, skip, device, stream)
-        count = 0 if there is None else min(there[2], len(places) * self.per_object) - skip
-        if count <= 0 or there is None:
+        places = objects if set(map(type, objects)) == _INTEGERS else self._places(objects)
+        kept = remembered(state.memory, places, self.nbytes)
+        if kept is None or kept.table.devices - {device}:
             return False
-        bits = 0
-        for place in places:
-            bits |= place
-        refs = (ids, objects)
-        return self._copies.repeat(stream, places, bits & 15, there, skip, count, memory=(places[0], row[1]), refs=refs)
+        table, used = kept
+        there = None if type(ids) is list else ids_on(ids, device)
+        alone = there is not None and not table.link  # by a launch, which asks about one allocation itself
+        if not (alone and len(used) == 1) and not state.memory.same(d, used):
+            return False
+        if alone and there is not None:
+            bits, count = table.alignment, min(there[2], len(places) * self.per_object) - skip
+            memory = (used[0].start, used[0].number) if len(used) == 1 else (0, 0)
+            refs = (ids, objects)
+            return count > 0 and self._copies.repeat(stream, places, bits, there, skip, count, memory=memory, refs=refs)
+        return self._repeated is not None and self._repeat_pinned(state, table, objects, ids, there, skip, stream)
 
     def _repeat_pinned(
         self,
-        places: tuple[int, ...],
+        state: DeviceState,
+        table: AddressTable,
         objects: Sequence[Any],
         ids: Any,
         there: tuple[int, int, int] | None,
         skip: int,
-        device: int,
         stream: int,
     ) -> bool:
-        """The same for objects in the registration that those of the last call lay in."""
-        begin, end, shift, number = self._pinned
-        if not number or min(places) < begin or max(places) > end - self.nbytes:
+        """The same for objects of which any is host memory, or by ids on the host."""
+        device, most, repeated = state.device, len(objects) * self.per_object, self._repeated
+        if pending(state) or (stream not in LEGACY and state.owner.stream_capturing(stream)):
             return False
-        d, state = driver(), self._state
-        if state is None or state.was_reset or state.owner is not d or pending(state) or d.context_device() != device:
-            return False
-        if d.pointer_number(places[0]) != number or (stream not in LEGACY and d.stream_capturing(stream)):
-            return False
-        most = len(places) * self.per_object
         if there is None:
-            index = ids_of("block_ids", ids, device, most, objects)
+            index, on_error = ids_of("block_ids", ids, device, most), None
             if index.host is None:
                 return False
         else:
             address, width, count = there
-            index = IndexVector(None, address, min(count, most), width, device, (ids, objects))
+            index, on_error = IndexVector(None, address, min(count, most), width, device, ids), pending_of(device)
         if index.count <= skip:
             return False
-        addresses = np.array(places, np.uint64)
-        seen = addresses + np.uint64(shift % 2**64) if shift else addresses
-        assert self._plan is not None
-        repeated = self._plan.repeated
         assert repeated is not None
-        on_error = None if there is None else pending_of(device)
-        repeated.enqueue(state, (addresses, seen), index, skip, stream, on_error, self._plan.cache)
+        repeated.enqueue(state, table, index, skip, stream, on_error, (self._plan, objects))
         return True
-
-    def _learn_pinned(self, places: list[int], device: int) -> None:
-        """Note where objects lie, for `_repeat_pinned`."""
-        with DeviceScope(device):
-            self._pinned, self._state = pinned_at(places[0]), device_state(device)
 
     def move(self, objects: Sequence[Any], block_ids: Any, skip: int) -> None:
         """Move blocks on the caller's stream; pageable objects are filled on return."""
@@ -298,9 +238,9 @@ class Blocks:
         captured = device is not None and stream is not None and raise_deferred(device, stream)
         if ids.count <= skip or not len(objects):
             return
-        places, known = self._places(objects)
+        places = self._places(objects)
         try:
-            self._copy(places, known, ids, skip, stream, captured)
+            self._copy(places, ids, skip, stream, captured)
         except (BoundsError, OverflowError, PlacementError) as error:
             self._require_addresses(places)
             if device is None or not isinstance(error, PlacementError):
@@ -324,7 +264,7 @@ class Blocks:
         places = list(places)
         for at, address in zip(bad, stand_ins.addresses, strict=True):
             places[at] = address
-        done = self._copy(places, False, ids._replace(owner=(ids.owner, stand_ins)), skip, stream, False, self.to_host)
+        done = self._copy(places, ids._replace(owner=(ids.owner, stand_ins)), skip, stream, False, self.to_host)
         if self.to_host:
             try:
                 done.wait()

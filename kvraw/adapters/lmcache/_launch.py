@@ -155,8 +155,7 @@ class Copies:
         if self.kernel and device is not None and stream is not None and (ids.host is None or not row.link):
             return self._launch(row, ids, first, count, stream, captured, device, waited)
         for copy, part, table in zip(self.each, paged.parts, paged.reached(), strict=True):
-            at = np.uint64(part.at)
-            side = Reached(row.host + at, row.seen + at, row.link, row.edges) if part.at else row
+            side = row.plus(part.at)
             if to_host:
                 done = copy(table, side, count, src_index=ids, first=first, stream=stream)
             else:

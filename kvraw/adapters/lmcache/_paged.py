@@ -16,6 +16,7 @@ from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._types import ArgumentError
 from kvraw.arrays import U64, is_pointer, pointer_vector
 from kvraw.cache import require_host
+from kvraw.copying.addresses import resolve
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import PlacementError
 from kvraw.layouts.formats import FORMATS
@@ -24,7 +25,7 @@ from kvraw.plain import require_memory, require_plain
 from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime import fork
 from kvraw.runtime.context import DeviceScope, at_reset
-from kvraw.runtime.memory import locate_all
+from kvraw.runtime.memory import locate
 
 __all__ = [
     *("Counts", "Paged", "Part", "addresses_of", "from_pointers", "from_tensors", "interned", "is_tensor", "parts_of"),
@@ -137,9 +138,9 @@ class Paged:
                     require_host("paged_buffer_ptrs", bases, 1)
                 else:
                     with DeviceScope(self.device):
-                        elsewhere = locate_all(bases).devices != self.device
-                    if elsewhere.any():
-                        at = int(np.argmax(elsewhere))
+                        table = resolve(bases)
+                    if table.link or table.devices - {self.device}:
+                        at = next(k for k, a in enumerate(bases.tolist()) if locate(a, 1).device != self.device)
                         raise PlacementError(
                             f"paged_buffer_ptrs[{at}] is {int(bases[at]):#x}, not memory of device {self.device}"
                         )
