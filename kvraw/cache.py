@@ -8,7 +8,6 @@ from typing import Any
 from kvraw.addresses import in_reach, no_address
 from kvraw.arrays import ASK_DRIVER, U64, TensorView, pointer_vector, tensor_view
 from kvraw.checks import NotPicklable, integer
-from kvraw.copying.addresses import resolve
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.layouts.discovery import discover
 from kvraw.layouts.formats import Format
@@ -16,7 +15,7 @@ from kvraw.layouts.geometry import CacheLayout, Geometry, find_format
 from kvraw.runtime.context import device_if_active, generation, reset_error, resets
 from kvraw.runtime.driver import driver_here
 from kvraw.runtime.host.libc import mapped
-from kvraw.runtime.memory import held_by, locate
+from kvraw.runtime.memory import Over, held_by, locate
 
 __all__ = ["PagedCache"]
 
@@ -346,11 +345,12 @@ def require_on_device(name: str, addresses: U64, nbytes: int, device: int) -> No
     if not nbytes:
         return
     with device_if_active(device):  # so that what every device may touch counts as this one's
-        found = resolve(addresses, nbytes)
-    if found.link:
-        at = next(k for k, a in enumerate(addresses.tolist()) if locate(a, 1).device is None)
-        kind = "pinned" if found.seen[at] else "pageable"
-        raise PlacementError(
-            f"{name}[{at}] is {int(addresses[at]):#x}, {kind} host memory, must be memory of device {device}"
-        )
-    found.require(device, name)
+        found = [locate(address, nbytes) for address in addresses.tolist()]
+    for at, (address, where) in enumerate(zip(addresses.tolist(), found, strict=True)):
+        if where.device is None:
+            kind = "pinned" if where.device_address else "pageable"
+            raise PlacementError(f"{name}[{at}] is {address:#x}, {kind} host memory, must be memory of device {device}")
+        if where.device != device:
+            raise PlacementError(f"{name}: {address:#x} is memory of device {where.device}, must be of device {device}")
+        if where.over:
+            raise Over(at, address, nbytes, where.over, device).error(f"{name}[{at}]")

@@ -11,31 +11,14 @@ import numpy as np
 
 from kvraw.arrays import U64
 from kvraw.copying.given import first_uncovered
-from kvraw.errors import BoundsError, PlacementError
+from kvraw.errors import PlacementError
 from kvraw.runtime.driver import CudaDriver, driver_here
-from kvraw.runtime.memory import Allocation, KnownMemory, allocation, known_memory, locate, look
+from kvraw.runtime.memory import Allocation, KnownMemory, Over, allocation, known_memory, locate, look
 
-__all__ = ["AddressTable", "Over", "Remembered", "ends_around", "remembered", "resolve"]
+__all__ = ["AddressTable", "Remembered", "ends_around", "remembered", "resolve"]
 
 _MOST_TABLES = 256
 _FEW = 64  # so many that a loop over them costs less than vectors do
-
-
-class Over(NamedTuple):
-    """A range that goes over the end of device memory: its place among those looked up, and where the memory ends."""
-
-    at: int
-    address: int
-    nbytes: int
-    stop: int
-    device: int
-
-    def error(self, name: str) -> BoundsError:
-        """The error for it."""
-        return BoundsError(
-            f"{name} is {self.address:#x}, with {self.nbytes} bytes it goes over the end of its memory on device "
-            f"{self.device} at {self.stop:#x}"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +72,18 @@ class AddressTable:
         return bits
 
     def plus(self, nbytes: int) -> AddressTable:
-        """The table that begins so many bytes behind each address."""
+        """Step behind each address.
+
+        Parameters
+        ----------
+        nbytes : int
+            How far.
+
+        Returns
+        -------
+        AddressTable
+            Of the addresses there, in the same memory.
+        """
         if not nbytes:
             return self
         step = np.uint64(nbytes)
@@ -98,9 +92,20 @@ class AddressTable:
     def require(
         self, device: int, name: str, places: Sequence[int] | None = None, *, pageable: bool = False, hint: str = ""
     ) -> None:
-        """Raise where a kernel of a device that touches them faults; `places` are what errors call their positions.
+        """Raise where a kernel of a device that touches them faults.
 
-        With `pageable`, pageable memory is the caller's to know.
+        Parameters
+        ----------
+        device : int
+            The device.
+        name : str
+            What errors call the addresses.
+        places : sequence of int, optional
+            What errors call their positions.
+        pageable : bool
+            Pageable memory is the caller's to know.
+        hint : str
+            What an error about that ends with.
 
         Raises
         ------

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.errors import DriverError
+from kvraw.errors import BoundsError, DriverError
 from kvraw.runtime import fork
 from kvraw.runtime.closeable import Owner
 from kvraw.runtime.context import DeviceScope, FreshScope, active_device, at_reset, tie
@@ -20,7 +20,7 @@ from kvraw.runtime.host.registration import Registration as Registration
 from kvraw.runtime.program import Commands, Program
 
 __all__ = [
-    *("Allocation", "DeviceBuffer", "KnownMemory", "PinnedBuffer", "Registration", "Where"),
+    *("Allocation", "DeviceBuffer", "KnownMemory", "Over", "PinnedBuffer", "Registration", "Where"),
     *("allocation", "held_at", "held_by", "known_memory", "locate", "look", "pinned_at"),
 ]
 
@@ -47,6 +47,23 @@ class Where:
     device_address: int
     edges: tuple[int, ...] = ()
     over: int = 0
+
+
+class Over(NamedTuple):
+    """A range that goes over the end of device memory: its place among those looked up, and where the memory ends."""
+
+    at: int
+    address: int
+    nbytes: int
+    stop: int
+    device: int
+
+    def error(self, name: str) -> BoundsError:
+        """The error for it."""
+        return BoundsError(
+            f"{name} is {self.address:#x}, with {self.nbytes} bytes it goes over the end of its memory on device "
+            f"{self.device} at {self.stop:#x}"
+        )
 
 
 PAGEABLE = Where(None, 0)
@@ -109,6 +126,8 @@ class KnownMemory:
         with self._lock:
             numbers = {a.number for a in gone}
             self._publish([a for a in self.table[1] if a.number not in numbers])
+            self.tables.clear()
+            self._checks.clear()
 
     def _publish(self, known: list[Allocation]) -> None:
         known.sort()
@@ -163,7 +182,14 @@ class KnownMemory:
 
 
 _known: weakref.WeakKeyDictionary[CudaDriver, KnownMemory] = weakref.WeakKeyDictionary()
-at_reset(_known.clear)
+
+
+def _forget() -> None:
+    for known in list(_known.values()):
+        known.drop(known.table[1])
+
+
+at_reset(_forget)
 
 
 def known_memory(d: CudaDriver) -> KnownMemory:

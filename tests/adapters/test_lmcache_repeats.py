@@ -268,15 +268,15 @@ def test_host_memory_of_a_plan_that_is_pinned_no_more(fake: FakeDriver, programs
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call found its objects where those of the one before lay."""
+    """Whether each call went as one before, its objects in memory that was asked about."""
     seen: list[bool] = []
-    repeat = _blocks.Blocks._repeat_pinned
+    repeat = _blocks.Blocks._repeat
 
     def noted(*args: Any) -> bool:
         seen.append(repeat(*args))
         return seen[-1]
 
-    monkeypatch.setattr(_blocks.Blocks, "_repeat_pinned", noted)
+    monkeypatch.setattr(_blocks.Blocks, "_repeat", noted)
     return seen
 
 

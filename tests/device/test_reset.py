@@ -10,7 +10,7 @@ from kvraw import codec
 from kvraw.adapters import sglang_direct, vllm
 from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _pageable, _paged, _planned, _utilities
 from kvraw.codec import arena
-from kvraw.copying import places, pointer_tables
+from kvraw.copying import pointer_tables
 from kvraw.copying.device_state import device_state
 from kvraw.runtime import memory
 from kvraw.runtime.context import DeviceScope
@@ -203,16 +203,18 @@ def test_what_adapters_keep_is_forgotten(fake: FakeDriver) -> None:
     tables += [_planned._bits, _pageable._free, pointer_tables._tables]
     tables += [
         vllm._swaps,
-        places._places,
         sglang_direct._by_value,
         sglang_direct._by_identity,
-        memory._known,
         arena._free,
     ]
     key = fake
     for one in tables:
         one[key] = {}  # type: ignore[index]
     World(0)
+    known = memory.known_memory(fake)  # type: ignore[arg-type]
+    assert known.table[1]
     fake.reset(0)
     kvraw.Stream(0).close()
+    assert not known.table[1]
+    assert memory.known_memory(fake) is known  # type: ignore[arg-type]  # other devices' states hold it
     assert [one for one in tables if one.get(key) == {}] == []  # type: ignore[call-overload]
