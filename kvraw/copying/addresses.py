@@ -145,17 +145,18 @@ def resolve(addresses: U64, nbytes: int | U64 = 1, *, ends: bool = False) -> Add
     """
     d = driver_here()
     if d is not None:
-        found = None
         if isinstance(nbytes, int):
             if 0 < len(addresses) <= _FEW:
                 known = known_memory(d)
                 kept = remembered(known, addresses.tolist(), nbytes)
-                found = kept.table if kept is not None and known.same(d, kept.used) else None
+                if kept is not None:
+                    if known.same(d, kept.used):
+                        return kept.table
+                    known.tables.clear()  # something was freed, or pinned otherwise
             sizes = np.array([nbytes], np.uint64)
         else:
             sizes = nbytes
-        if found is None:
-            found = _covered(d, addresses, sizes)
+        found = _covered(d, addresses, sizes)
         if found is not None:
             return found
     return _one_by_one(d, addresses, nbytes, ends)
