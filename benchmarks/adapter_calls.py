@@ -230,12 +230,13 @@ def operations() -> Iterator[tuple[str, Callable[[], None]]]:
                         table, given, index, place, way, d, 256, fmt, 0
                     ),
                 )
-            yield (
-                f"slots {kind} {name}",
-                lambda rows=rows, way=way: ops.multi_layer_kv_transfer(
-                    rows, table, slots, place, blocks * bs, way, fmt, bs, hs
-                ),
-            )
+            if kind != "apart":
+                yield (
+                    f"slots {kind} {name}",
+                    lambda rows=rows, way=way: ops.multi_layer_kv_transfer(
+                        rows, table, slots, place, blocks * bs, way, fmt, bs, hs
+                    ),
+                )
     one = Tensor(DEVICE_MEMORY.start + (60 << 30), (2, 1024, heads * hs))
     tokens = Tensor(DEVICE_MEMORY.start + (61 << 30), (2, layers, 1024, heads * hs))
     keys, values = (Tensor(paged[0].address + k * paged[0].nbytes // 2, (blocks, bs, heads, hs)) for k in (0, 1))

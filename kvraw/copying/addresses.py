@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from kvraw.copying.given import first_uncovered
 from kvraw.errors import PlacementError
 from kvraw.runtime.driver import CudaDriver, driver_here
 from kvraw.runtime.memory import Allocation, KnownMemory, Over, allocation, known_memory, locate, look
+from kvraw.runtime.program import Program
 
 __all__ = ["AddressTable", "Remembered", "ends_around", "remembered", "resolve"]
 
@@ -129,11 +129,35 @@ class AddressTable:
             )
 
 
-class Remembered(NamedTuple):
-    """Where ranges lie, while the allocations that they lie in are there."""
+class Remembered:
+    """Where ranges lie, while the allocations that they lie in are there.
 
-    table: AddressTable
-    used: list[Allocation]
+    Attributes
+    ----------
+    table : AddressTable
+        Where.
+    used : list of Allocation
+        The allocations.
+    """
+
+    __slots__ = ("_known", "_program", "table", "used")
+
+    def __init__(self, known: KnownMemory, table: AddressTable, used: list[Allocation]) -> None:
+        self._known, self.table, self.used = known, table, used
+        self._program: Program | None = None
+
+    def holds(self, d: CudaDriver) -> bool:
+        """Whether all are still there: one question to the driver for each, by one compiled function where several."""
+        used = self.used
+        if len(used) == 1:
+            return d.pointer_number(used[0].start) == used[0].number
+        program = self._program
+        if program is None:
+            program = self._program = self._known.program(d, used)
+            if program is None:
+                return self._known.same(d, used)
+        with self._known.lock:
+            return program.run()
 
 
 def resolve(addresses: U64, nbytes: int | U64 = 1, *, ends: bool = False) -> AddressTable:
@@ -150,7 +174,7 @@ def resolve(addresses: U64, nbytes: int | U64 = 1, *, ends: bool = False) -> Add
                 known = known_memory(d)
                 kept = remembered(known, addresses.tolist(), nbytes)
                 if kept is not None:
-                    if known.same(d, kept.used):
+                    if kept.holds(d):
                         return kept.table
                     known.tables.clear()  # something was freed, or pinned otherwise
             sizes = np.array([nbytes], np.uint64)
@@ -165,7 +189,7 @@ def resolve(addresses: U64, nbytes: int | U64 = 1, *, ends: bool = False) -> Add
 def remembered(known: KnownMemory, places: Sequence[int], nbytes: int) -> Remembered | None:
     """Where a few ranges of one size lie, at least one, if all memory there was asked about before; else None.
 
-    It is right if `KnownMemory.same` says so of the allocations.
+    It is right if `Remembered.holds` says so.
     """
     key = (nbytes, *places)
     found: Remembered | None = known.tables.get(key)
@@ -181,14 +205,15 @@ def remembered(known: KnownMemory, places: Sequence[int], nbytes: int) -> Rememb
                 return None
             last = allocations[at]
             used[last.start] = last
-    found = _table(np.array(places, np.uint64), list(used.values()))
+    kept = list(used.values())
+    found = Remembered(known, _table(np.array(places, np.uint64), kept), kept)
     if len(known.tables) >= _MOST_TABLES:
         known.tables.clear()
     known.tables[key] = found
     return found
 
 
-def _table(host: U64, used: list[Allocation]) -> Remembered:
+def _table(host: U64, used: list[Allocation]) -> AddressTable:
     """Ranges that lie within these allocations."""
     seen, held = host, {a.device for a in used}
     shift = used[0].shift if used else 0
@@ -199,8 +224,7 @@ def _table(host: U64, used: list[Allocation]) -> Remembered:
     elif shift:
         seen = host + np.uint64(shift % 2**64)
     devices = frozenset([device for device in held if device is not None])
-    edges = tuple([a.stop for a in used])
-    return Remembered(AddressTable(host, seen, None in held, edges, devices=devices), used)
+    return AddressTable(host, seen, None in held, tuple([a.stop for a in used]), devices=devices)
 
 
 def _covered(d: CudaDriver, addresses: U64, sizes: U64) -> AddressTable | None:
@@ -221,7 +245,7 @@ def _covered(d: CudaDriver, addresses: U64, sizes: U64) -> AddressTable | None:
             begin, learnt = 0, True
     used = [allocations[k] for k in met.nonzero()[0].tolist()]
     if known.same(d, used):
-        return _table(addresses, used).table
+        return _table(addresses, used)
     known.drop([a for a in used if not known.same(d, [a])])  # freed, or pinned otherwise
     return _covered(d, addresses, sizes)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvraw.errors import DriverError
 from kvraw.runtime import fork
 from kvraw.runtime.completion import Completion
 from kvraw.runtime.driver import CudaDriver
-from kvraw.runtime.host.registration import cut_list, cuts_with
+from kvraw.runtime.host.registration import cut_book, cuts_with
 from kvraw.runtime.memory import locate
 
 __all__ = ["BoundCopies", "HostRanges"]
@@ -44,19 +44,19 @@ class HostRanges:
         The same with the ends of all that kvraw pinned, ascending; `words` is the same array as int64.
     """
 
-    __slots__ = ("_listed", "_numbers", "_ours", "_spans", "cuts", "edges", "pageable", "words")
+    __slots__ = ("_book", "_numbers", "_ours", "_spans", "cuts", "edges", "pageable", "words")
 
     def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
         self._spans = sorted(set(spans))
         self._numbers: list[tuple[int, int]] = []
-        self._listed: Callable[[], object] | None = None
+        self._book: Any = None
         self._ours: object = None
 
     def look(self, d: CudaDriver) -> None:
         """Learn what is so now; the device's context is current."""
-        if self._listed is None:
-            self._listed = cut_list(d)
-        ours = self._listed()
+        if self._book is None:
+            self._book = cut_book(d)
+        ours = self._book.listed
         if self._ours is ours:
             for address, number in self._numbers:
                 if d.pointer_number(address) != number:

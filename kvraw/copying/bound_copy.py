@@ -259,7 +259,7 @@ class BoundCopy:
         `edges` what no copy may span beside the ends of what kvraw registered.
         """
         staged, ring, call, nbytes, bits = rows
-        joined = _joined(places, nbytes, state.cuts(), edges)
+        joined = _joined(places, nbytes, state.cuts.listed, edges)
         if joined is None:
             return False
         with ring.lock:
@@ -424,7 +424,7 @@ _UNCHECKED = IdCheck("", None, False)
 
 def _run(operation: Operation, bound: BoundCall, run: Callable[..., bool], *args: object) -> bool:
     """Run a bound program for an operation by one of its methods, and note where it enqueued."""
-    event = operation.event
+    event = operation._event
     assert event is not None
     enqueued = operation.enqueued
     enqueued.append(operation.stream)
@@ -455,13 +455,13 @@ def _joined(places: U64, nbytes: int, cuts: list[int], edges: tuple[int, ...]) -
     at = bisect.bisect_right(cuts, low)
     borders = cuts[at : bisect.bisect_left(cuts, high, at)] if at < len(cuts) and cuts[at] < high else []
     if edges and (len(edges) > 1 or edges[0] < high):
-        borders = sorted({*borders, *[edge for edge in edges if low < edge < high]})
+        borders = sorted({*borders, *filter(range(low + 1, high).__contains__, edges)})
     if not borders:
         return joined
-    starts = places.tolist()
-    for start in starts:
+    apart = list[bool]()
+    for one, start in zip(joined, places.tolist(), strict=True):
         at = bisect.bisect_right(borders, start)
         if at < len(borders) and borders[at] < start + nbytes:
             return None
-    between = set(borders)
-    return tuple(one and start not in between for one, start in zip(joined, starts, strict=True))
+        apart.append(one and (at == 0 or borders[at - 1] != start))
+    return tuple(apart)

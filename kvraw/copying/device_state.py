@@ -16,7 +16,7 @@ from kvraw.runtime import fork
 from kvraw.runtime.completion import CompletionQueue
 from kvraw.runtime.context import DeviceScope, generation, reset_error, tie
 from kvraw.runtime.driver import CudaDriver, driver
-from kvraw.runtime.host.registration import cut_list
+from kvraw.runtime.host.registration import cut_book
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer, known_memory
 from kvraw.runtime.stream import Stream
 
@@ -66,7 +66,7 @@ class DeviceState:
         self._uploads: dict[int, list[Upload]] = defaultdict(list)
         self.generation = generation(device)
         self.was_reset = False  # the context was reset
-        self.cuts = cut_list(d)
+        self.cuts = cut_book(d)
         self.memory = known_memory(d)
         tie(self)
 

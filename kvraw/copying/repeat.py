@@ -80,10 +80,10 @@ class RepeatedCalls:
         self._gpu, self._device, self._cache, self._nbytes = gpu, device, cache, nbytes
         self._store, self._distinct = store, distinct
         self._kinds: dict[tuple[int, ...], _Kind] = {}
-        # By the numbers of ids, chunks and items left out, the width of ids, the alignment, and whether all chunks are
-        # host memory; and by joined ids, where the engine depends on these.
+        # By the numbers of ids and chunks, whether these are host memory, the items left out, the width of ids and the
+        # alignment; and by joined ids, where the engine depends on these.
         self._bound: dict[tuple[int, ...], _Bound] = {}
-        self._joins: set[tuple[int, int]] = set()  # ids and chunks of calls whose engine depends on joined ids
+        self._joins: set[tuple[int, ...]] = set()  # what begins the keys of calls whose engine depends on joined ids
 
     def enqueue(
         self,
@@ -124,13 +124,13 @@ class RepeatedCalls:
         """
         host, seen, ids = chunks.host, chunks.seen, index.host
         count, width, joined = index.count - skip, 0, 0
-        size = count, len(host)
+        size = count, len(host), chunks.link
         if ids is None:
             width, ids = index.width, _NO_IDS
         elif size in self._joins:
             joined = joined_items(count, ids[skip:])
         bits = chunks.bits if chunks.bits >= 0 else chunks.alignment
-        key = (*size, skip, width, bits, chunks.link, joined)
+        key = (*size, skip, width, bits, joined)
         known = self._bound.get(key)
         if known is not None and known.state is state:  # not of a context that was reset
             bound = known.bound
@@ -151,7 +151,7 @@ class RepeatedCalls:
         """Keep the program that ran a call, for those of its kind."""
         index = call.src_index or call.dst_index
         assert index is not None
-        choice, joined, size = self._gpu.chooser.settled_choice(call), 0, (key[0], key[1])
+        choice, joined, size = self._gpu.chooser.settled_choice(call), 0, key[:3]
         if choice is None:
             if index.host is None:
                 return
@@ -172,7 +172,7 @@ class RepeatedCalls:
         key = (*key[:-1], joined)
         self._bound[key] = _Bound(state, choice, bound)
         if pool is not None and index.host is not None and not call.first:
-            kind = (*size, joined)
+            kind = (*size[:2], joined)
             self._kinds[kind] = _Kind(state, choice, bound, weakref.ref(pool), pool.device_shift)
 
     def __call__(self, chunks: Sequence[Any], ids: Any, stream: Any, cache: object) -> tuple[Completion, Choice] | None:
@@ -193,7 +193,7 @@ class RepeatedCalls:
             return None
         kind, count = kinds[0], len(kinds)
         size = len(ids), count
-        known = self._kinds.get((*size, joined_items(len(ids), ids) if size in self._joins else 0))
+        known = self._kinds.get((*size, joined_items(len(ids), ids) if (*size, True) in self._joins else 0))
         if (
             known is None
             or known.pool() is not pool

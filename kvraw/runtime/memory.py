@@ -91,7 +91,7 @@ class Allocation(NamedTuple):
     number: int
 
 
-_MOST_KNOWN, _MOST_CHECKS = 4096, 64
+_MOST_KNOWN, _MOST_PROGRAMS = 4096, 64
 
 
 class KnownMemory:
@@ -109,25 +109,25 @@ class KnownMemory:
     """
 
     def __init__(self) -> None:
-        self._lock = fork.lock()
+        self.lock = fork.lock()
         self.table: tuple[list[int], list[Allocation]] = ([], [])
         self.tables: dict[tuple[int, ...], Any] = {}
         self._vectors: tuple[object, U64, U64] | None = None
-        self._checks: dict[tuple[int, ...], Program | None] = {}
+        self._programs: dict[tuple[int, ...], Program | None] = {}
 
     def keep(self, made: Allocation) -> None:
         """Add an allocation, in place of all that lie where it does."""
-        with self._lock:
+        with self.lock:
             apart = [a for a in self.table[1] if a.stop <= made.start or made.stop <= a.start]
             self._publish([*(apart if len(apart) < _MOST_KNOWN else ()), made])
 
     def drop(self, gone: Iterable[Allocation]) -> None:
         """Forget allocations."""
-        with self._lock:
+        with self.lock:
             numbers = {a.number for a in gone}
             self._publish([a for a in self.table[1] if a.number not in numbers])
             self.tables.clear()
-            self._checks.clear()
+            self._programs.clear()
 
     def _publish(self, known: list[Allocation]) -> None:
         known.sort()
@@ -153,31 +153,26 @@ class KnownMemory:
             self._vectors = made
         return known, made[1], made[2]
 
-    def same(self, d: CudaDriver, used: Collection[Allocation]) -> bool:
-        """Whether all of these are still there: one question to the driver for each, by one compiled function."""
-        if len(used) == 1:
-            (one,) = used
-            return d.pointer_number(one.start) == one.number
-        if (program := self._check(d, used)) is not None:
-            with self._lock:
-                return program.run()
+    @staticmethod
+    def same(d: CudaDriver, used: Collection[Allocation]) -> bool:
+        """Whether all of these are still there."""
         return [d.pointer_number(a.start) for a in used] == [a.number for a in used]
 
-    def _check(self, d: CudaDriver, used: Collection[Allocation]) -> Program | None:
-        """The program that asks about these, from the second time on."""
+    def program(self, d: CudaDriver, used: Collection[Allocation]) -> Program | None:
+        """The same as a program, to be run under the lock; None at the first time."""
         key = tuple([a.number for a in used])
-        program = self._checks.get(key)
-        if program is None and len(key) <= _MOST_CHECKS:
-            with self._lock:
-                again = key in self._checks
-                if len(self._checks) >= _MOST_CHECKS:
-                    self._checks.clear()
+        with self.lock:
+            program = self._programs.get(key)
+            if program is None:
+                again = key in self._programs
+                if len(self._programs) >= _MOST_PROGRAMS:
+                    self._programs.clear()
                 if again:
                     c = Commands()
                     for a in used:
                         c.same_memory(a.start, a.number)
                     program = Program(c, d)
-                self._checks[key] = program
+                self._programs[key] = program
         return program
 
 

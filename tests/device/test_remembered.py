@@ -13,7 +13,7 @@ from kvraw.copying.addresses import remembered, resolve
 from kvraw.copying.bound_copy import BoundCopy
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import KnownMemory, known_memory
+from kvraw.runtime.memory import known_memory
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.world import World
 
@@ -167,13 +167,13 @@ def test_memory_that_is_registered_again_is_asked_about(fake: FakeDriver) -> Non
         for _ in range(3):  # in Python, then by a program
             kept = remembered(known, places, size)
             assert kept is not None
-            assert known.same(fake, kept.used)  # type: ignore[arg-type]
+            assert kept.holds(fake)  # type: ignore[arg-type]
         apart.unpin(1)
-        assert not known.same(fake, kept.used)  # type: ignore[arg-type]
+        assert not kept.holds(fake)  # type: ignore[arg-type]
         assert resolve(np.array(places, np.uint64), size).pageable
         fake.distances[apart.pages[1]] = 1 << 40  # where the device sees it is another address now
         apart.pin(1)
-        assert not known.same(fake, kept.used)  # type: ignore[arg-type]
+        assert not kept.holds(fake)  # type: ignore[arg-type]
         for _ in range(3):
             found = resolve(np.array(places, np.uint64), size)
             assert found.seen.tolist() == [places[0], places[1] + (1 << 40), places[2]]
@@ -193,19 +193,19 @@ def test_device_memory_that_takes_the_place_of_other(device: int) -> None:
         kept = remembered(known, [place], 1 << 16)
         assert kept is not None
         one.close()
-        assert not known.same(driver(), kept.used)
+        assert not kept.holds(driver())
         with kvraw.DeviceBuffer(1 << 10, device) as other:  # often at the same address
             found = resolve(np.array([other.address], np.uint64), 1 << 12)
             assert found.over is None or found.over.stop >= other.address + (1 << 10)
             assert resolve(np.array([other.address], np.uint64), 1 << 10).devices == {device}
-            assert not known.same(driver(), kept.used)
+            assert not kept.holds(driver())
 
 
 def test_tables_and_checks_are_bounded(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvraw.copying.addresses._MOST_TABLES", 8)
-    monkeypatch.setattr("kvraw.runtime.memory._MOST_CHECKS", 4)
+    monkeypatch.setattr("kvraw.runtime.memory._MOST_PROGRAMS", 4)
     apart = Apart(0, 4)
-    known: KnownMemory = known_memory(fake)  # type: ignore[arg-type]
+    known = known_memory(fake)  # type: ignore[arg-type]
     rng = np.random.default_rng(2)
     with DeviceScope(0):
         for _ in range(60):
@@ -213,5 +213,5 @@ def test_tables_and_checks_are_bounded(fake: FakeDriver, monkeypatch: pytest.Mon
             places = np.array([apart.chunks[k].ctypes.data for k in at], np.uint64)
             assert resolve(places, apart.chunks[0].nbytes).seen.tolist() == places.tolist()
             assert len(known.tables) <= 8
-            assert len(known._checks) <= 4
+            assert len(known._programs) <= 4
     apart.close()

@@ -27,7 +27,7 @@ from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import IndexVector, is_pointer, tensor_view
 from kvraw.cache import PagedCache
-from kvraw.copying.addresses import AddressTable, remembered
+from kvraw.copying.addresses import remembered
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS
@@ -185,34 +185,22 @@ class Blocks:
         if not len(objects) or d.context_device() != device:
             return False
         places = objects if set(map(type, objects)) == _INTEGERS else self._places(objects)
-        kept = remembered(state.memory, places, self.nbytes)
+        kept, there = remembered(state.memory, places, self.nbytes), None if type(ids) is list else ids_on(ids, device)
         if kept is None or kept.table.devices - {device}:
             return False
-        table, used = kept
-        there = None if type(ids) is list else ids_on(ids, device)
-        alone = there is not None and not table.link  # by a launch, which asks about one allocation itself
-        if not (alone and len(used) == 1) and not state.memory.same(d, used):
+        table, most = kept.table, len(places) * self.per_object
+        if there is not None and not table.link:  # one launch, which asks about one allocation itself
+            one, count = kept.used[0], min(there[2], most) - skip
+            bits, refs, memory = table.alignment, (ids, objects), (one.start, one.number)
+            return (
+                count > 0
+                and (len(kept.used) == 1 or kept.holds(d))
+                and self._copies.repeat(stream, places, bits, there, skip, count, memory=memory, refs=refs)
+            )
+        repeated = self._repeated
+        if repeated is None or not kept.holds(d) or pending(state):
             return False
-        if alone and there is not None:
-            bits, count = table.alignment, min(there[2], len(places) * self.per_object) - skip
-            memory = (used[0].start, used[0].number) if len(used) == 1 else (0, 0)
-            refs = (ids, objects)
-            return count > 0 and self._copies.repeat(stream, places, bits, there, skip, count, memory=memory, refs=refs)
-        return self._repeated is not None and self._repeat_pinned(state, table, objects, ids, there, skip, stream)
-
-    def _repeat_pinned(
-        self,
-        state: DeviceState,
-        table: AddressTable,
-        objects: Sequence[Any],
-        ids: Any,
-        there: tuple[int, int, int] | None,
-        skip: int,
-        stream: int,
-    ) -> bool:
-        """The same for objects of which any is host memory, or by ids on the host."""
-        device, most, repeated = state.device, len(objects) * self.per_object, self._repeated
-        if pending(state) or (stream not in LEGACY and state.owner.stream_capturing(stream)):
+        if stream not in LEGACY and d.stream_capturing(stream):
             return False
         if there is None:
             index, on_error = ids_of("block_ids", ids, device, most), None
@@ -223,7 +211,6 @@ class Blocks:
             index, on_error = IndexVector(None, address, min(count, most), width, device, ids), pending_of(device)
         if index.count <= skip:
             return False
-        assert repeated is not None
         repeated.enqueue(state, table, index, skip, stream, on_error, (self._plan, objects))
         return True
 

@@ -341,10 +341,9 @@ def note_edges(d: CudaDriver, edges: set[int]) -> bool:
     return bool(new)
 
 
-def cut_list(d: CudaDriver) -> Callable[[], list[int]]:
-    """A function for the ascending addresses that no copy may span, which takes no lock and asks nothing."""
-    book = _book(d)
-    return lambda: book.listed
+def cut_book(d: CudaDriver) -> _Book:
+    """What has the ascending addresses that no copy may span as `listed`, to be read without a lock."""
+    return _book(d)
 
 
 def cuts_with(more: Sequence[int] | U64 = ()) -> U64:
