@@ -86,6 +86,8 @@ class BoundCopy:
         self._staged: dict[tuple[str, bytes], StagedPlan] = {}
         self._last_staged: tuple[AddressTable, str, StagedPlan] | None = None
         self._items: dict[str, StagedItems] = {}
+        # Of the last table of chunks, which mostly comes again: what may be copied as one.
+        self._last_joined: tuple[object, object, int, tuple[bool, ...] | None] = (None, None, 0, None)
         self._bound: dict[tuple[object, ...], BoundCall | None] = {}
         self._seen: set[tuple[object, ...]] = set()  # kinds of calls that came once
         self._lock = fork.lock()  # of argument blocks of bound launches
@@ -213,7 +215,7 @@ class BoundCopy:
             return False
         there, ids = (index, _NO_IDS) if index.host is None else (None, index.host)
         rows = self.bound_rows(state, call)
-        return self.run_rows(state, operation, rows, ids, chunks.seen, chunks.host, there, call.on_error, call.edges)
+        return self.run_rows(state, operation, rows, ids, chunks.seen, chunks.host, there, call.on_error, chunks)
 
     def run_kernel(self, operation: Operation, bound: BoundCall, ids: I64, seen: U64, places: U64) -> bool:
         """Enqueue a bound kernel call with other ids and chunks; False where it must be enqueued step by step.
@@ -251,15 +253,20 @@ class BoundCopy:
         places: U64,
         there: IndexVector | None = None,
         on_error: Callable[[Exception], None] | None = None,
-        edges: tuple[int, ...] = (),
+        table: AddressTable | None = None,
     ) -> bool:
         """Enqueue whole chunks through staging slots by a program; False where it must go step by step.
 
         `seen` and `places` are the chunks' addresses as the device and as the host see them, `there` ids on the device,
-        `edges` what no copy may span beside the ends of what kvraw registered.
+        `table` the chunks, where they are more than a pool's.
         """
         staged, ring, call, nbytes, bits = rows
-        joined = _joined(places, nbytes, state.cuts.listed, edges)
+        cuts, last = state.cuts.listed, self._last_joined
+        if table is not None and last[0] is table and last[1] is cuts and last[2] == nbytes:
+            joined = last[3]
+        else:
+            joined = _joined(places, nbytes, cuts, () if table is None else table.edges)
+            self._last_joined = table, cuts, nbytes, joined
         if joined is None:
             return False
         with ring.lock:

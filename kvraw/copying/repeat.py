@@ -138,7 +138,7 @@ class RepeatedCalls:
                 done = self._gpu.run_kernel(operation, bound, ids, seen, host)
             else:
                 there = index if width else None
-                done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error, chunks.edges)
+                done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error, chunks)
             if done:
                 return known.choice
         call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
