@@ -10,7 +10,7 @@ import numpy as np
 from kvraw import config
 from kvraw.arrays import IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
-from kvraw.checks import integer
+from kvraw.checks import NotPicklable, integer
 from kvraw.copying import cpu, reference
 from kvraw.copying.addresses import AddressTable, resolve
 from kvraw.copying.bound_copy import BoundCopy
@@ -33,7 +33,7 @@ _GPU_ENGINES = ("kernel", "copy", "staged")
 _HOST_ENGINES = ("cpu", "reference")
 
 
-class Copy:
+class Copy(NotPicklable):
     """A copy that was enqueued (GPU) or is done (CPU); what `PreparedCopy` and `HostKVPool` return.
 
     Examples
@@ -70,6 +70,9 @@ class Copy:
     def wait(self, timeout: float | None = None) -> None:
         """Wait on the host until the copy is over, with the GIL released.
 
+        Of a copy that was captured into a graph, this reports what replays met since the last call, and waits for
+        nothing: synchronise the stream that replays first. What it uses is kept as long as the process runs.
+
         Parameters
         ----------
         timeout : float, optional
@@ -78,9 +81,9 @@ class Copy:
         Raises
         ------
         BoundsError
-            The kernel met a bad index.
+            The kernel met an index out of bounds (indices that lie on the device); such entries were left out.
         TransferTimeoutError
-            It is not over after `timeout` seconds; it goes on.
+            It is not over after `timeout` seconds; it goes on, and can be waited for again.
         """
         if self._completion is not None:
             self._completion.wait(timeout)

@@ -21,6 +21,7 @@ from kvraw.copying.repeat import RepeatedCalls
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import ChunkLayout
 from kvraw.layouts.geometry import chunk_side, copy_plan, find_chunk_layout
+from kvraw.prepared import Copy
 from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope, reset_error
 from kvraw.runtime.host.usage import HostWork
@@ -34,7 +35,7 @@ _NOTHING = Choice("none", "there is nothing to copy", 0.0)
 Direction = Literal["store", "load"]
 
 
-class Transfer(NotPicklable):
+class Transfer(Copy):
     """A store or a load that was enqueued (GPU) or is done (CPU); what `store`, `load` and plans return.
 
     Examples
@@ -48,57 +49,11 @@ class Transfer(NotPicklable):
     (True, 'cpu')
     """
 
-    __slots__ = ("_choice", "_completion", "plan")
+    __slots__ = ("_choice", "plan")
 
     def __init__(self, plan: TransferPlan, completion: Completion | None, choice: Choice) -> None:
-        self.plan = plan
-        self._completion = completion
-        self._choice = choice
-
-    @property
-    def engine(self) -> str:
-        """The engine that carries it out."""
-        return self._choice.engine
-
-    def done(self) -> bool:
-        """Ask whether the copy is over; never waits.
-
-        Returns
-        -------
-        bool
-            Whether it is.
-        """
-        return self._completion is None or self._completion.done()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait on the host until the copy is over, with the GIL released.
-
-        Of a transfer that was captured into a graph, this reports what replays met since the last call, and waits for
-        nothing: synchronise the stream that replays first. What it uses is kept as long as the process runs.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait; default: for ever.
-
-        Raises
-        ------
-        BoundsError
-            The kernel met an index out of bounds (indices that lie on the device); such entries were left out.
-        TransferTimeoutError
-            It is not over after `timeout` seconds; it goes on, and can be waited for again.
-        """
-        if self._completion is not None:
-            self._completion.wait(timeout)
-            if self._completion.error is not None:
-                raise self._completion.error
-
-    def wait_on(self, stream: Any) -> None:
-        """Make a stream of the same device wait until the copy is over."""
-        device = self.plan.cache.device
-        if self._completion is not None and device is not None:
-            with DeviceScope(device):
-                self._completion.wait_on(stream_handle(stream))
+        self.plan, self._completion, self._choice = plan, completion, choice
+        self.engine, self._device = choice.engine, plan.cache.device
 
     def explain(self) -> str:
         """Say what carries the copy out and why.

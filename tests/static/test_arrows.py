@@ -40,7 +40,7 @@ ALLOWED = {
     "kvraw.batch": "errors addresses arrays cache runtime copying",
     "kvraw.prepared": "errors checks config arrays cache runtime copying",
     "kvraw.layerwise": "copying prepared",
-    "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks runtime copying",
+    "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks prepared runtime copying",
     "kvraw.transfer": "errors cache chunks runtime transfer_plan",
     "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared layerwise",
     "kvraw.adapters": (
