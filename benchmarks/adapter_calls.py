@@ -23,7 +23,6 @@ import numpy as np
 import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters import tensors
-from kvraw.adapters.lmcache import _place
 from kvraw.errors import DriverError
 from kvraw.runtime import program
 from kvraw.runtime.driver import CudaDriver, PointerInfo, install
@@ -276,14 +275,14 @@ def null_driver() -> Iterator[NullDriver]:
     functions = program.DriverFunctions(addresses, lambda *_: DriverError("failed", 1, ""))
     kvraw.warm_up()
     driver: Any = NullDriver()
-    known, raw = program.driver_functions, (_place._raw_stream, tensors._raw_stream)
+    known, raw = program.driver_functions, tensors._raw_stream
     before: CudaDriver | None = install(driver)
     program.driver_functions = lambda d: functions if d is driver else known(d)
-    _place._raw_stream = tensors._raw_stream = lambda device: STREAM
+    tensors._raw_stream = lambda device: STREAM
     try:
         yield driver
     finally:
-        program.driver_functions, (_place._raw_stream, tensors._raw_stream) = known, raw
+        program.driver_functions, tensors._raw_stream = known, raw
         install(before)
 
 

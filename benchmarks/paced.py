@@ -1,9 +1,10 @@
-"""Copies that keep to a rate, beside a decode loop on a GPU: `python -m benchmarks.paced [--only PART] [--json FILE]`.
+"""Copies that keep to a rate, beside a decode loop on a GPU: `python -m benchmarks.paced [CASE ...] [--json FILE]`.
 
 The decode is a CUDA graph of 32 layers' matrix products (weights of an 8B model, batch 32, bf16), replayed step after
 step; beside it transfers of 32 MiB by the copy kernel go on, by ids on the device, each enqueued when the one before is
-over, or two at a time. The decode alone is measured ahead of each. A line says GB/s (bytes counted once; of two ways
-each way), and by how much a step takes longer. Needs torch; takes a minute.
+over, or two at a time. The decode alone is measured ahead of each. A line says the case (direction, bytes of a run, the
+GB/s that it is paced to, thread blocks and threads), the GB/s of each transfer (bytes counted once), and by how much a
+step takes longer than the decode's median alone. Needs torch; takes a minute.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvraw.runtime.context import DeviceScope
 
 NBYTES = 32 << 20
 HIDDEN, WIDE, LAYERS, BATCH = 4096, 14336, 32, 32
+RUNS = (256, 2 << 10, 32 << 10)
 AHEAD = 2  # steps that the host is ahead of the GPU
 
 
@@ -59,11 +61,11 @@ class Decode:
             h = h + torch.nn.functional.silu((h @ up)[:, :WIDE]) @ down * 0 + h * 0.1
         return h
 
-    def run(self, starts: list[Callable[[], Any]], steps: int) -> tuple[float, float, float]:
-        """Step p50 and p99 in ms beside transfers that each of `starts` begins, and their GB/s, each one's."""
+    def run(self, starts: list[Callable[[], Any]], steps: int) -> tuple[float, float, list[float]]:
+        """Step p50 and p99 in ms beside transfers that each of `starts` begins, and the GB/s of each."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
         going: list[Any] = [None] * len(starts)
-        count = 0
+        count = [0] * len(starts)
         torch.cuda.synchronize()
         begin = time.perf_counter()
         with torch.cuda.stream(self.stream):
@@ -78,14 +80,14 @@ class Decode:
                 for k, start in enumerate(starts):
                     if going[k] is None or going[k].done():
                         going[k], idle = start(), False
-                        count += 1
+                        count[k] += 1
                 if idle:
                     time.sleep(10e-6)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         times = sorted(events[k].elapsed_time(events[k + 1]) for k in range(5, steps))
-        rate = count / max(len(starts), 1) * NBYTES / seconds / 1e9
-        return times[len(times) // 2], times[int(len(times) * 0.99)], rate
+        rates = [n * NBYTES / seconds / 1e9 for n in count]
+        return times[len(times) // 2], times[int(len(times) * 0.99)], rates
 
 
 class Transfers:
@@ -109,7 +111,7 @@ class Transfers:
         """What enqueues one, on a stream of its own; `part` says which of two memories."""
         store = way == "store"
         kernel = KernelPlan(CopyPlan(*self.sides[:: 1 if store else -1], **self.counts), ctas=ctas, threads=threads)
-        stream = torch.cuda.Stream()
+        stream = kvraw.Stream(0)  # torch has 32 streams, and hands them out again
         bases = [np.array([t.data_ptr() + part * NBYTES], np.uint64) for t in (self.device, self.host)]
         ends = [Operands(bases[0], IndexVector(None, self.ids.data_ptr(), self.count)), Operands(bases[1])]
         if not store:
@@ -119,7 +121,7 @@ class Transfers:
 
         def enqueue() -> Any:
             with DeviceScope(0):
-                operation = state.completions.begin(stream.cuda_stream)
+                operation = state.completions.begin(stream.handle)
                 kernel.enqueue(state, operation, *ends, 0, self.count, link=True, rate=rate, way=way)
                 return operation.commit(None)
 
@@ -137,43 +139,34 @@ class Transfers:
         assert torch.equal(want.reshape(-1).cpu(), self.host[at]), "bytes differ"
 
 
-def size_of(run: int) -> str:
-    """A run's size in words."""
-    return f"{run >> 10} KiB" if run >= 1024 else f"{run} B"
-
-
-def cases(sizes: dict[int, Transfers], only: str) -> list[tuple[str, list[Any]]]:
-    """What is measured: a name, and the transfers that go on at a time."""
-    out: list[tuple[str, list[Any]]] = []
-
-    def add(part: str, name: str, *starts: Any) -> None:
-        if only in ("", part):
-            out.append((f"{part}: {name}", list(starts)))
-
-    big = sizes[32 << 10]
-    for run, made in sizes.items():
-        for gbs in (0, 30, 35, 40, 45):
-            name = f"{size_of(run)}, 2 blocks, {gbs or 'no'} pace"
-            add("store", name, made.start("store", gbs * 1e9, 2))
-    for ctas in (1, 4):
-        for gbs in (35, 40, 45):
-            add("blocks", f"store, 32 KiB, {ctas} blocks, {gbs} pace", big.start("store", gbs * 1e9, ctas))
-    for threads in (256, 512, 768):
-        add("threads", f"store, 32 KiB, 2 x {threads}, 40 pace", big.start("store", 40e9, 2, threads))
-    for run, made in sizes.items():
-        for gbs in (0, 40):
-            add("load", f"{size_of(run)}, 2 blocks, {gbs or 'no'} pace", made.start("load", gbs * 1e9, 2))
-    for ctas, gbs in ((1, 0), (4, 0), (16, 0)):
-        add("load", f"32 KiB, {ctas} blocks, {gbs or 'no'} pace", big.start("load", gbs * 1e9, ctas))
-    for run, made in sizes.items():
-        pair = [made.start("store", 40e9, 2, part=part) for part in (0, 1)]
-        add("two", f"stores, {size_of(run)}, 40 pace together", *pair)
-    add("two", "stores, 32 KiB, no pace", *[big.start("store", 0, 2, part=part) for part in (0, 1)])
-    add("two", "loads, 32 KiB, no pace", *[big.start("load", 0, 2, part=part) for part in (0, 1)])
-    for stores, loads in ((25, 0), (30, 0), (35, 0), (30, 30), (35, 35)):
-        name = f"32 KiB, store {stores} pace, load {loads or 'no'} pace"
-        add("both", name, big.start("store", stores * 1e9, 2), big.start("load", loads * 1e9, 2, part=1))
+def starts(sizes: dict[int, Transfers], case: str) -> list[Any]:
+    """The transfers of a case: "store 256 40 2x1024" and more of them behind a "+"."""
+    out = []
+    for part, text in enumerate(case.split("+")):
+        way, run, gbs, grid = text.split()
+        ctas, threads = map(int, grid.split("x"))
+        out.append(sizes[int(run)].start(way, float(gbs) * 1e9, ctas, threads, part))
     return out
+
+
+def cases() -> list[str]:
+    """What is measured: direction, bytes of a run, GB/s (0: no pace), thread blocks and threads."""
+    stores = [f"store {run} {gbs} 2x512" for run in RUNS for gbs in (0, 30, 35, 38, 40, 45)]
+    shapes = [f"store 32768 40 {grid}" for grid in ("1x1024", "2x256", "2x768", "2x1024", "3x512", "4x256", "4x1024")]
+    loads = [f"load {run} {gbs} 2x1024" for run in RUNS for gbs in (0, 46)]
+    loads += [f"load 32768 0 {grid}" for grid in ("2x512", "1x1024", "4x1024", "16x1024")]
+    two = [
+        f"{one}+{one}"
+        for one in (
+            *(f"store {run} 40 2x512" for run in RUNS),
+            "store 32768 40 1x1024",
+            "store 32768 40 2x256",
+            "store 32768 0 2x512",
+        )
+    ]
+    two += ["load 32768 0 2x1024+load 32768 0 2x1024", "load 32768 46 2x1024+load 32768 46 2x1024"]
+    both = [f"store 32768 {a} 2x512+load 32768 {b} 2x1024" for a, b in ((25, 0), (30, 0), (35, 0), (30, 30), (35, 35))]
+    return [*stores, *shapes, *loads, *two, *both]
 
 
 def idle(sizes: dict[int, Transfers]) -> list[tuple[str, float]]:
@@ -187,40 +180,46 @@ def idle(sizes: dict[int, Transfers]) -> list[tuple[str, float]]:
                 begin = time.perf_counter()
                 for pending in [enqueue() for _ in range(10)]:
                     pending.wait()
-                name = f"{way}, {size_of(run)}, {ctas or 16} blocks, {gbs or 'no'} pace"
+                name = f"{way} {run} {gbs} {ctas or 16}x1024"
                 out.append((name, 10 * NBYTES / (time.perf_counter() - begin) / 1e9))
     return out
+
+
+def measure(decode: Decode, sizes: dict[int, Transfers], case: str, steps: int = 80) -> dict[str, Any]:
+    """Measure one case, and print it."""
+    going = starts(sizes, case)
+    decode.run(going, 6)
+    alone = decode.run([], 25)
+    p50, p99, rates = decode.run(going, steps)
+    more = [100 * (a / alone[0] - 1) for a in (p50, p99)]
+    gbs = " + ".join(f"{rate:.1f}" for rate in rates)
+    print(f"{case:52} {gbs:>12} {more[0]:+7.1f} {more[1]:+7.1f}", flush=True)
+    return {"case": case, "gbs": rates, "p50": more[0], "p99": more[1]}
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="store, blocks, threads, load, two, both or idle")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("cases", nargs="*", help='such as "store 256 40 2x512+load 32768 0 2x1024"; default: many')
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--json", default="")
     options = parser.parse_args()
     kvraw.warm_up(device=0)
-    sizes = {run: Transfers(run) for run in (256, 2 << 10, 32 << 10)}
+    sizes = {run: Transfers(run) for run in RUNS}
     for made in sizes.values():
         for gbs in (0, 40):
             made.check(made.start("store", gbs * 1e9, 2))
     print(f"{torch.cuda.get_device_name(0)}; by default stores are paced to {paced_rate('store') / 1e9:.1f} GB/s")
     rows: list[dict[str, Any]] = []
-    if options.only in ("", "idle"):
+    if not options.cases:
         for name, rate in idle(sizes):
             rows.append({"case": f"idle: {name}", "gbs": rate})
             print(f"idle: {name}: {rate:.1f} GB/s", flush=True)
     decode = Decode()
     decode.run([], 20)
     print(f"decode alone: {decode.run([], 60)[0]:.3f} ms a step")
-    print(f"{'':52} {'GB/s':>6} {'p50 %':>7} {'p99 %':>7}")
-    for name, starts in cases(sizes, options.only):
-        decode.run(starts, 6)
-        alone = decode.run([], 30)
-        p50, p99, rate = decode.run(starts, options.steps)
-        more = [100 * (a / alone[0] - 1) for a in (p50, p99)]
-        rows.append({"case": name, "gbs": rate, "p50": more[0], "p99": more[1]})
-        print(f"{name:52} {rate:6.1f} {more[0]:+7.1f} {more[1]:+7.1f}", flush=True)
+    print(f"{'':52} {'GB/s':>12} {'p50 %':>7} {'p99 %':>7}")
+    rows += [measure(decode, sizes, case, options.steps) for case in options.cases or cases()]
     if options.json:
         with open(options.json, "w") as file:
             json.dump(rows, file, indent=1)

@@ -49,7 +49,7 @@ def run(device: str, layout: str) -> bool:
             at = torch.from_numpy(mine).to(device)
             loading = pool.load_layers(cache, host, mine, stream=stream)
             for layer in range(LAYERS):
-                loading.wait_on(layer, stream)
+                loading.wait_on(stream, layer)
                 same &= torch.equal(attention(keys[layer], values[layer], at), seen[layer])
             loading.wait()
             pool.free(host)

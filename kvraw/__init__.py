@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from kvraw.runtime.fork import undivided
 
 if TYPE_CHECKING:
-    from kvraw.batch import BatchCopy as BatchCopy
     from kvraw.batch import memcpy_batch as memcpy_batch
     from kvraw.cache import PagedCache as PagedCache
     from kvraw.copying.plan import CopyPlan as CopyPlan
     from kvraw.copying.plan import Side as Side
+    from kvraw.copying.transfer import Transfer as Transfer
     from kvraw.copying.warm import warm_up as warm_up
     from kvraw.errors import ArtifactError as ArtifactError
     from kvraw.errors import BoundsError as BoundsError
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from kvraw.errors import TransferTimeoutError as TransferTimeoutError
     from kvraw.errors import UnsupportedDriverError as UnsupportedDriverError
     from kvraw.host_kv_pool import HostKVPool as HostKVPool
-    from kvraw.layerwise import LayerwiseLoad as LayerwiseLoad
     from kvraw.layouts.geometry import Geometry as Geometry
-    from kvraw.prepared import Copy as Copy
     from kvraw.prepared import DeviceTable as DeviceTable
     from kvraw.prepared import PreparedCopy as PreparedCopy
     from kvraw.prepared import Reached as Reached
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
     from kvraw.transfer import load_slots as load_slots
     from kvraw.transfer import store as store
     from kvraw.transfer import store_slots as store_slots
-    from kvraw.transfer_plan import Transfer as Transfer
     from kvraw.transfer_plan import TransferPlan as TransferPlan
 
 __version__ = "0.1.0"
@@ -59,15 +56,15 @@ _ERRORS = (
     "LayoutError PlacementError TransferTimeoutError UnsupportedDriverError"
 )
 _HOMES = {
-    "kvraw.batch": "BatchCopy memcpy_batch",
+    "kvraw.batch": "memcpy_batch",
     "kvraw.cache": "PagedCache",
+    "kvraw.copying.transfer": "Transfer",
     "kvraw.copying.warm": "warm_up",
     "kvraw.errors": _ERRORS,
     "kvraw.host_kv_pool": "HostKVPool",
-    "kvraw.layerwise": "LayerwiseLoad",
     "kvraw.layouts.geometry": "Geometry",
     "kvraw.copying.plan": "CopyPlan Side",
-    "kvraw.prepared": "Copy DeviceTable PreparedCopy Reached",
+    "kvraw.prepared": "DeviceTable PreparedCopy Reached",
     "kvraw.runtime.host.buffer": "HostBuffer",
     "kvraw.runtime.host.mapping": "HostOptions",
     "kvraw.runtime.memory": "DeviceBuffer",
@@ -76,7 +73,7 @@ _HOMES = {
     "kvraw.runtime.host.shm": "sweep_shared_memory",
     "kvraw.runtime.stream": "Stream",
     "kvraw.transfer": "load load_slots store store_slots",
-    "kvraw.transfer_plan": "Transfer TransferPlan",
+    "kvraw.transfer_plan": "TransferPlan",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = sorted([*_HOME_OF, "__version__"])

@@ -13,55 +13,13 @@ from kvraw.cache import require_host
 from kvraw.copying import copy_engine, cpu
 from kvraw.copying.device_state import device_state
 from kvraw.copying.submission import submit_as_one
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, DriverError, PlacementError
-from kvraw.runtime.completion import Completion, Operation
+from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.stream import stream_device, stream_handle
 
-__all__ = ["BatchCopy", "memcpy_batch"]
-
-
-class BatchCopy:
-    """A batch of copies that was enqueued (with a stream) or is done (without one); what `memcpy_batch` returns.
-
-    Examples
-    --------
-    >>> a, b = np.arange(8), np.zeros(8, np.int64)
-    >>> batch = kvraw.memcpy_batch([b.ctypes.data], [a.ctypes.data], [64])
-    >>> batch.done()
-    True
-    """
-
-    __slots__ = ("_completion",)
-
-    def __init__(self, completion: Completion | None) -> None:
-        self._completion = completion
-
-    def done(self) -> bool:
-        """Ask whether the copies are over; never waits.
-
-        Returns
-        -------
-        bool
-            Whether they are.
-        """
-        return self._completion is None or self._completion.done()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait on the host until the copies are over, with the GIL released.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait; default: for ever.
-
-        Raises
-        ------
-        TransferTimeoutError
-            They are not over after `timeout` seconds; they go on.
-        """
-        if self._completion is not None:
-            self._completion.wait(timeout)
+__all__ = ["memcpy_batch"]
 
 
 def memcpy_batch(
@@ -73,7 +31,7 @@ def memcpy_batch(
     device: int | None = None,
     pageable: bool = False,
     refs: tuple[object, ...] = (),
-) -> BatchCopy:
+) -> Transfer:
     """Copy `sizes[i]` bytes from `src[i]` to `dst[i]`, for every i.
 
     Parameters
@@ -92,7 +50,7 @@ def memcpy_batch(
 
     Returns
     -------
-    BatchCopy
+    Transfer
         To wait for.
 
     Raises
@@ -129,14 +87,14 @@ def memcpy_batch(
                 for ends in (vector[:1], vector[-1:]):
                     require_host(name, ends, 1)
             cpu.copy_batch(to, at, n)
-        return BatchCopy(None)
+        return Transfer(engine="cpu")
     if device is None:
         device = stream_device(stream)
         if device is None:
             raise PlacementError("no CUDA context is current; name the default stream's device with device=")
     handle = stream_handle(stream, device)
     if not len(n):
-        return BatchCopy(None)
+        return Transfer(engine="copy", device=device)
     with DeviceScope(device):
         copies = copy_engine.Descriptors(to, at, n)
 
@@ -148,7 +106,8 @@ def memcpy_batch(
                     raise
                 raise error.at(int(np.flatnonzero(kept)[error.index])) from error
 
-        return BatchCopy(submit_as_one(device_state(device), handle, work, pageable=pageable, refs=refs))
+        done = submit_as_one(device_state(device), handle, work, pageable=pageable, refs=refs)
+        return Transfer((done,), "copy", device)
 
 
 def _require_addresses(name: str, addresses: U64, sizes: U64, kept: npt.NDArray[np.bool_]) -> None:

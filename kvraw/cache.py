@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence, ValuesView
 from typing import Any
 
 from kvraw.addresses import in_reach, no_address
-from kvraw.arrays import ASK_DRIVER, U64, TensorView, pointer_vector, tensor_view
+from kvraw.arrays import ASK_DRIVER, U64, pointer_vector, tensor_view
 from kvraw.checks import NotPicklable, integer
 from kvraw.errors import BoundsError, PlacementError
-from kvraw.layouts.discovery import discover
+from kvraw.layouts.discovery import discover, flatten
 from kvraw.layouts.formats import Format
 from kvraw.layouts.geometry import CacheLayout, Geometry, find_format
 from kvraw.runtime.context import device_if_active, generation, reset_error, resets
@@ -17,21 +17,18 @@ from kvraw.runtime.driver import driver_here
 from kvraw.runtime.host.libc import mapped
 from kvraw.runtime.memory import Over, held_by, locate
 
-__all__ = ["PagedCache"]
+__all__ = ["PagedCache", "views_of"]
 
 _MOST_PLANS = 128
 
 
-def _views(tensors: Any, name: str = "tensors") -> Any:
+def views_of(tensors: Any, name: str = "tensors") -> Any:
+    """What discovery takes of tensors: of one, or of lists and dicts of them, as lists."""
     if isinstance(tensors, Mapping):
-        return [_views(t, f"{name}[{key!r}]") for key, t in tensors.items()]
+        return [views_of(t, f"{name}[{key!r}]") for key, t in tensors.items()]
     if isinstance(tensors, (list, tuple, ValuesView)):
-        return [_views(t, f"{name}[{at}]") for at, t in enumerate(tensors)]
+        return [views_of(t, f"{name}[{at}]") for at, t in enumerate(tensors)]
     return tensor_view(tensors, name)
-
-
-def _flatten(views: Any) -> list[TensorView]:
-    return [v for view in views for v in _flatten(view)] if isinstance(views, list) else [views]
 
 
 class PagedCache(NotPicklable):
@@ -156,7 +153,7 @@ class PagedCache(NotPicklable):
         Traceback (most recent call last):
         kvraw.errors.LayoutError: ...
         """
-        views = _views(tensors)
+        views = views_of(tensors)
         found = discover(
             views,
             axes=axes,
@@ -170,7 +167,8 @@ class PagedCache(NotPicklable):
             planes=planes,
         )
         _require_distinct("tensors", found.layout, found.addresses)
-        devices, flat = [], _flatten(views)
+        devices: list[int | None] = []
+        flat: list[Any] = [*flatten(views)[1].values()]
         for view in flat:
             devices.append(locate(view.address, 1).device if view.device == ASK_DRIVER else view.device)
         if len(set(devices)) != 1:

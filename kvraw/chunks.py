@@ -16,7 +16,7 @@ from kvraw.copying.addresses import AddressTable, resolve
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
 from kvraw.runtime.completion import Operation
 from kvraw.runtime.host.pool import ChunkKind, HostChunk, HostPool
-from kvraw.runtime.host.usage import HostWork
+from kvraw.runtime.host.usage import HostUse
 
 __all__ = ["ChunkTable", "chunk_bytes"]
 
@@ -143,7 +143,7 @@ class ChunkTable:
         """The pool, where all are chunks of one."""
         return self.pools[0] if len(self.pools) == 1 and not self._foreign else None
 
-    def mark_used(self, operation: Operation | HostWork) -> None:
+    def mark_used(self, operation: Operation | HostUse) -> None:
         """Note an operation that uses the chunks with their pools, which look at them once more.
 
         Raises

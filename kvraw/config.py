@@ -76,6 +76,22 @@ CPU_THREADS = Variable("KVRAW_CPU_THREADS", _positive, 0, "threads of the CPU en
 MAX_BATCH = Variable("KVRAW_MAX_BATCH", _positive, 8192, "descriptors per batch-memcpy call")
 STAGING_SLOT = Variable("KVRAW_STAGING_SLOT", _size, 32 << 20, "bytes of one staging slot on a GPU, such as 32M")
 STAGING_DEPTH = Variable("KVRAW_STAGING_DEPTH", _positive, 2, "staging slots per direction and GPU; default 2")
+NEIGHBOURS = ("busy", "idle")
+
+
+def _neighbour(text: str) -> str:
+    if text not in NEIGHBOURS:
+        raise ValueError(f"must be one of {', '.join(NEIGHBOURS)}")
+    return text
+
+
+NEIGHBOUR = Variable(
+    "KVRAW_NEIGHBOUR",
+    _neighbour,
+    "busy",
+    "what the GPU does beside transfers, for every plan that does not say, read when it is made: busy (default; "
+    "transfers hold back) or idle (the fastest transfer)",
+)
 CTAS = Variable("KVRAW_CTAS", _positive, 0, "thread blocks of the kernel engine; default: 16 to or from host memory")
 
 HOST_THREADS = Variable(
@@ -89,6 +105,7 @@ VARIABLES: tuple[Variable[str] | Variable[int], ...] = (
     ENGINE,
     CPU_THREADS,
     MAX_BATCH,
+    NEIGHBOUR,
     CTAS,
     STAGING_SLOT,
     STAGING_DEPTH,

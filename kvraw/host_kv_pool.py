@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,16 +17,18 @@ from kvraw.copying.addresses import AddressTable
 from kvraw.copying.device_state import device_state
 from kvraw.copying.operands import check_distinct, check_host_index
 from kvraw.copying.plan import Side
-from kvraw.errors import BoundsError, ClosedError, LayoutError, TransferTimeoutError
-from kvraw.layerwise import LayerwiseLoad, one_layer
+from kvraw.copying.transfer import Transfer
+from kvraw.errors import BoundsError, LayoutError
 from kvraw.layouts.geometry import CacheLayout, Geometry, copy_plan, find_format
 from kvraw.pages import Pages
-from kvraw.prepared import Copy, PreparedCopy
+from kvraw.prepared import PreparedCopy
 from kvraw.runtime import fork
+from kvraw.runtime.closeable import Closing
+from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.host.pool import HostPool
-from kvraw.runtime.host.usage import Call
+from kvraw.runtime.host.usage import HostWork, Use
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["HostKVPool"]
@@ -50,12 +50,20 @@ class _Partner(NamedTuple):
     copies: dict[tuple[object, ...], tuple[PreparedCopy, _Bases]]
 
 
+def _one_layer(side: Side, bases: AddressTable, layer: int, planes: int) -> tuple[Side, AddressTable]:
+    """One layer of a side: the side, which is the same for all layers, and that layer's bases."""
+    entries = np.arange(planes if side.table_plane else 1) * side.table_plane + layer * side.table_layer
+    one = replace(side, layer=0, table_layer=0, table_plane=int(side.table_plane != 0), entries=len(entries))
+    shift = np.uint64(layer * side.layer)
+    return one, AddressTable(bases.host[entries] + shift, bases.seen[entries] + shift, bases.link)
+
+
 def _sides(layout: CacheLayout) -> dict[str, Side]:
     """By block and by slot; a negative slot is an error here, not a token to leave out."""
     return {by: replace(layout.side(by), skip_negative=False) for by in ("block", "slot")}
 
 
-class HostKVPool(NotPicklable):
+class HostKVPool(Closing, NotPicklable):
     """KV pages in host memory, in one of the layouts that hierarchical caches use.
 
     Parameters
@@ -132,8 +140,6 @@ class HostKVPool(NotPicklable):
         self.bases = np.array([self._chunk.address + k * each for k in range(planes)], np.uint64)
         self.page_size, self.tokens = page_size, tokens
         self._lock = fork.lock()
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
-        self._idle, self._closing = fork.condition(self._lock), False
         self._mine = _sides(self.layout)
         self._book = Pages(geometry.blocks)
         self._steps = np.arange(page_size)
@@ -174,7 +180,7 @@ class HostKVPool(NotPicklable):
     def available(self) -> int:
         """Slots that are free."""
         with self._lock:
-            self._require_open()
+            self._pool.require_open()
             return self._book.available * self.page_size
 
     def alloc(self, tokens: int) -> I64 | None:
@@ -209,7 +215,7 @@ class HostKVPool(NotPicklable):
             raise
 
     def _take(self, count: int, number: int) -> I64 | None:
-        self._require_open()
+        self._pool.require_open()
         return self._book.take(count, number)
 
     def free(self, slots: Any) -> None:
@@ -231,7 +237,7 @@ class HostKVPool(NotPicklable):
         with self._lock: self._give(pages)  # fmt: skip # noqa: E701
 
     def _give(self, pages: I64) -> None:
-        self._require_open()
+        self._pool.require_open()
         page = self._book.first_unfit(pages)
         if page is not None:
             raise ValueError(f"the page of slot {page * self.page_size} is not allocated (freed twice?)")
@@ -263,7 +269,9 @@ class HostKVPool(NotPicklable):
         held = self._chunk.numpy()[begin : begin + self.layout.tensor_bytes()]
         return held.reshape([sizes[a] for a in self.layout.axes])
 
-    def backup(self, cache: PagedCache, cache_slots: Any, slots: Any, *, stream: Any = None, **options: Any) -> Copy:
+    def backup(
+        self, cache: PagedCache, cache_slots: Any, slots: Any, *, stream: Any = None, **options: Any
+    ) -> Transfer:
         """Copy slots of a cache to slots of this pool, all layers.
 
         Parameters
@@ -275,11 +283,11 @@ class HostKVPool(NotPicklable):
         stream : object
             As for `kvraw.store`; a GPU needs one.
         options
-            `engine`, `ctas` and `check`, as of `PreparedCopy`.
+            `engine`, `ctas`, `neighbour`, `max_rate` and `check`, as of `PreparedCopy`.
 
         Returns
         -------
-        Copy
+        Transfer
             To wait for.
 
         Raises
@@ -291,7 +299,7 @@ class HostKVPool(NotPicklable):
         """
         return self._all(cache, cache_slots, slots, True, stream, options)
 
-    def load(self, cache: PagedCache, slots: Any, cache_slots: Any, *, stream: Any = None, **options: Any) -> Copy:
+    def load(self, cache: PagedCache, slots: Any, cache_slots: Any, *, stream: Any = None, **options: Any) -> Transfer:
         """Copy slots of this pool to slots of a cache, all layers.
 
         Parameters
@@ -301,7 +309,7 @@ class HostKVPool(NotPicklable):
 
         Returns
         -------
-        Copy
+        Transfer
             To wait for.
 
         Raises
@@ -315,10 +323,10 @@ class HostKVPool(NotPicklable):
 
     def load_layers(
         self, cache: PagedCache, slots: Any, cache_slots: Any, *, stream: Any = None, **options: Any
-    ) -> LayerwiseLoad:
+    ) -> Transfer:
         """Load layer by layer, on a stream of kvraw's own behind what `stream` was given; see `backup`.
 
-        `stream` itself goes on: what reads a layer there calls `LayerwiseLoad.wait_on` first.
+        `stream` itself goes on: what reads a layer there calls `Transfer.wait_on` first.
 
         Parameters
         ----------
@@ -327,7 +335,7 @@ class HostKVPool(NotPicklable):
 
         Returns
         -------
-        LayerwiseLoad
+        Transfer
             To wait for, layer by layer.
 
         Raises
@@ -337,23 +345,30 @@ class HostKVPool(NotPicklable):
         PlacementError
             The cache is read-only.
         """
-        with self._call():
+        with self._call() as call:
             partner, by, here, there = self._index(cache, cache_slots, slots, False)
             copy, bases = self._prepared(partner, cache, by, "layers", options)
             if cache.device is not None:
-                return LayerwiseLoad(
-                    self._load_layers(copy, bases, here, there, cache, stream_handle(stream, cache.device))
-                )
-            return LayerwiseLoad([copy(a, b, here.count, src_index=here, dst_index=there) for a, b in bases])
+                return self._load_layers(call, copy, bases, here, there, cache, stream_handle(stream, cache.device))
+            for a, b in bases:
+                done = copy(a, b, here.count, src_index=here, dst_index=there)
+            return done
 
     def _load_layers(
-        self, copy: PreparedCopy, bases: _Bases, here: IndexVector, there: IndexVector, cache: PagedCache, stream: int
-    ) -> list[Copy]:
+        self,
+        use: Use,
+        copy: PreparedCopy,
+        bases: _Bases,
+        here: IndexVector,
+        there: IndexVector,
+        cache: PagedCache,
+        stream: int,
+    ) -> Transfer:
         device = cache.device
         assert device is not None
         if not here.count:
-            return [Copy(None, "none", device)] * len(bases)
-        copies: list[Copy] = []
+            return Transfer(device=device)
+        completions: list[Completion] = []
         with DeviceScope(device):
             state, own = device_state(device), stream
             capturing = driver().stream_capturing(stream)
@@ -367,24 +382,24 @@ class HostKVPool(NotPicklable):
             try:
                 for call in calls:
                     call.capturing = capturing
-                    done = copy.bound.submit(state, own, call, (cache, self._chunk, call))
-                    copies.append(Copy(*done, device))
+                    completion, engine = copy.bound.submit(state, own, call, (cache, self._chunk, call))
+                    completions.append(completion)
             finally:
-                if copies and copies[-1].completion is not None:
-                    self._pool.mark_used(copies[-1].completion)  # those before it are over when it is
-        return copies
+                if completions:
+                    self._pool.mark_used(completions[-1], use)  # those before it are over when it is
+        return Transfer(tuple(completions), engine, device)
 
     def _all(
         self, cache: PagedCache, cache_slots: Any, slots: Any, store: bool, stream: Any, options: dict[str, Any]
-    ) -> Copy:
-        with self._call():
+    ) -> Transfer:
+        with self._call() as call:
             partner, by, here, there = self._index(cache, cache_slots, slots, store)
             copy, ((src, dst),) = self._prepared(partner, cache, by, "store" if store else "load", options)
             at, to = (there, here) if store else (here, there)
             refs = (cache, self._chunk)
             done = copy(src, dst, at.count, src_index=at, dst_index=to, stream=stream, refs=refs)
             if done.completion is not None:
-                self._pool.mark_used(done.completion)
+                self._pool.mark_used(done.completion, call)
             return done
 
     def _prepared(
@@ -399,7 +414,7 @@ class HostKVPool(NotPicklable):
             g, mine, other = self.layout.geometry, self._mine[by], _sides(cache.layout)[by]
             ends = [((mine, partner.here), (other, partner.there))]
             if kind == "layers":
-                ends = [tuple(one_layer(*end, k, g.planes) for end in ends[0]) for k in range(g.layers)]  # type: ignore[misc]
+                ends = [tuple(_one_layer(*end, k, g.planes) for end in ends[0]) for k in range(g.layers)]  # type: ignore[misc]
                 g = replace(g, layers=1)
             elif kind == "store":
                 ends = [ends[0][::-1]]
@@ -470,30 +485,14 @@ class HostKVPool(NotPicklable):
         return rows[:, 0] // self.page_size
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self) -> Iterator[Use]:
         """Note a call before it enqueues anything: `close` waits for it, and then for the copies that it noted."""
-        call = Call()
+        work = HostWork()
         try:
-            with self._lock: self._enter(call)  # fmt: skip # noqa: E701
-            yield
+            self._pool.mark_used(work.use)
+            yield work.use
         finally:
-            self._calls.discard(call)
-            if self._closing:
-                with self._lock:
-                    self._idle.notify_all()
-
-    def _enter(self, call: Call) -> None:
-        self._require_open()
-        self._calls.add(call)
-
-    def _calls_here(self) -> int:
-        """Calls that go on; in a forked child, those of the parent's threads do not."""
-        return sum(call.epoch == fork.epoch() for call in list(self._calls))
-
-    def _require_open(self) -> None:
-        if self._closing:
-            raise ClosedError("the pool is closed")
-        self._pool.require_open()
+            work.ended = True
 
     def close(self, timeout: float | None = 60.0) -> None:
         """Wait for the calls and copies that use the pool and give the memory back. Idempotent.
@@ -508,21 +507,8 @@ class HostKVPool(NotPicklable):
         TransferTimeoutError
             Some are still under way. New ones are refused, the memory stays, and `close` can be called again.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            self._closing = True
-            while calls := self._calls_here():
-                left = 1.0 if end is None else end - time.monotonic()
-                if left <= 0:
-                    raise TransferTimeoutError(f"the pool is still used after {timeout} s by {calls} calls")
-                self._idle.wait(min(left, 1.0))
-        self._pool.close(None if end is None else max(0.0, end - time.monotonic()))
+        self._pool.close(timeout)
 
     def __enter__(self) -> HostKVPool:
-        self._require_open()
+        self._pool.require_open()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -10,7 +10,7 @@ import numpy as np
 from kvraw import config
 from kvraw.arrays import IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
-from kvraw.checks import NotPicklable, integer
+from kvraw.checks import integer
 from kvraw.copying import cpu, reference
 from kvraw.copying.addresses import AddressTable, resolve
 from kvraw.copying.bound_copy import BoundCopy
@@ -19,91 +19,30 @@ from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.kernel import THREADS, KernelPlan
 from kvraw.copying.operands import DeviceTable, Operands, check_entries, check_host_index, require_index
 from kvraw.copying.plan import CopyPlan, Side
+from kvraw.copying.planner import Choice, Neighbour, RateLimit
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError, PlacementError
-from kvraw.runtime.completion import Completion, Operation
+from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.stream import stream_handle
 
-__all__ = ["AddressTable", "Copy", "DeviceTable", "PreparedCopy", "Reached"]
+__all__ = ["AddressTable", "DeviceTable", "PreparedCopy", "Reached"]
 
 Reached = AddressTable
 _NONE = np.zeros(0, np.uint64)
 _GPU_ENGINES = ("kernel", "copy", "staged")
 _HOST_ENGINES = ("cpu", "reference")
-
-
-class Copy(NotPicklable):
-    """A copy that was enqueued (GPU) or is done (CPU); what `PreparedCopy` and `HostKVPool` return.
-
-    Examples
-    --------
-    >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16)]
-    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
-    >>> host = kvraw.HostKVPool.like(cache, tokens=64, layout="page_first")
-    >>> copy = host.backup(cache, np.arange(16), host.alloc(16))  # a Copy
-    >>> copy.wait()
-    >>> copy.engine
-    'cpu'
-    """
-
-    __slots__ = ("_completion", "_device", "engine")
-
-    def __init__(self, completion: Completion | None, engine: str, device: int | None = None) -> None:
-        self._completion, self.engine, self._device = completion, engine, device
-
-    @property
-    def completion(self) -> Completion | None:
-        """What tells its end; None where it is done."""
-        return self._completion
-
-    def done(self) -> bool:
-        """Ask whether the copy is over; never waits.
-
-        Returns
-        -------
-        bool
-            Whether it is.
-        """
-        return self._completion is None or self._completion.done()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait on the host until the copy is over, with the GIL released.
-
-        Of a copy that was captured into a graph, this reports what replays met since the last call, and waits for
-        nothing: synchronise the stream that replays first. What it uses is kept as long as the process runs.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait; default: for ever.
-
-        Raises
-        ------
-        BoundsError
-            The kernel met an index out of bounds (indices that lie on the device); such entries were left out.
-        TransferTimeoutError
-            It is not over after `timeout` seconds; it goes on, and can be waited for again.
-        """
-        if self._completion is not None:
-            self._completion.wait(timeout)
-            if self._completion.error is not None:
-                raise self._completion.error
-
-    def wait_on(self, stream: Any) -> None:
-        """Make a stream of the same device wait until the copy is over."""
-        if self._completion is not None and self._device is not None:
-            with DeviceScope(self._device):
-                self._completion.wait_on(stream_handle(stream))
+_KERNEL = Choice("kernel", "asked for", 0.0)
 
 
 class PreparedCall:
     """One copy with its arguments, to be enqueued as a part of an operation."""
 
-    __slots__ = ("_bound", "_call")
+    __slots__ = ("_bound", "_call", "_choice")
 
-    def __init__(self, bound: BoundCopy, call: Call) -> None:
-        self._bound, self._call = bound, call
+    def __init__(self, bound: BoundCopy, call: Call, choice: Choice | None = None) -> None:
+        self._bound, self._call, self._choice = bound, call, choice
 
     def enqueue(
         self,
@@ -116,7 +55,7 @@ class PreparedCall:
         if not self._call.count:
             return "none"
         self._call.capturing, self._call.on_error = capturing, on_error
-        return self._bound.enqueue(state, operation, self._call).engine
+        return self._bound.enqueue(state, operation, self._call, self._choice).engine
 
 
 class PreparedCopy:
@@ -132,6 +71,11 @@ class PreparedCopy:
         "auto", "kernel", "copy" or "staged" on a GPU; "auto", "cpu" or "reference" on the CPU.
     ctas, threads : int, optional
         Most thread blocks of the kernel, and most threads of a block.
+    neighbour : "busy" or "idle", optional
+        What the GPU does beside the copy. "busy": other work, so the engine is taken that costs least together with
+        what that work loses, and kernels over the link keep to a rate. "idle": the fastest. Default: `KVRAW_NEIGHBOUR`.
+    max_rate : float
+        Most bytes a second over the link, which kernels alone keep to and all that copy the same way share; 0: any.
     check : bool
         Check indices against the sides' limits, on the host where they are there, else in the kernel, which leaves a
         bad one out: its bytes stay as they were, or become zeros where a copy to the host goes through staging slots.
@@ -143,7 +87,7 @@ class PreparedCopy:
     LayoutError
         There is no such engine, or not for this device.
     BoundsError
-        `ctas` is negative.
+        `ctas` is negative, or `max_rate` is one that no kernel can keep to.
 
     Examples
     --------
@@ -165,6 +109,8 @@ class PreparedCopy:
         engine: str = "auto",
         ctas: int | None = None,
         threads: int | None = None,
+        neighbour: Neighbour | None = None,
+        max_rate: float = 0.0,
         check: bool = True,
         names: tuple[str, str] = ("src", "dst"),
         index_names: tuple[str, str] | None = None,
@@ -178,6 +124,7 @@ class PreparedCopy:
             raise LayoutError(f"engine is {engine!r} with device {device}; must be one of {engines} and fit it")
         if ctas is not None and integer("ctas", ctas) < 0:
             raise BoundsError(f"ctas is {ctas}, must be >= 0")
+        limit = RateLimit.of(neighbour, max_rate)
         self.plan, self.device, self.check, self.names = plan, device, check, names
         self.index_names = index_names or (f"{names[0]}_index", f"{names[1]}_index")
         self._engine = engine
@@ -192,6 +139,7 @@ class PreparedCopy:
                 threads=threads or THREADS,
                 check=check,
                 index_names=self.index_names,
+                limit=limit,
             )
         elif engine != "reference":
             self._cpu = cpu.CpuPlan(plan)
@@ -212,8 +160,10 @@ class PreparedCopy:
         dst_index: Any = None,
         first: int = 0,
         stream: Any = None,
+        engine: str | None = None,
+        on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
-    ) -> Copy:
+    ) -> Transfer:
         """Copy items `first` to `first + count`; on a GPU, enqueue the copy on `stream`.
 
         Parameters
@@ -226,12 +176,16 @@ class PreparedCopy:
             Index of each item, at least `first + count` values; None: the item itself.
         stream : object
             As for `kvraw.store`; a GPU needs one.
+        engine : str, optional
+            "kernel": by a kernel, whatever else could carry this call out.
+        on_error : callable, optional
+            Receives what kernels find in indices on the device, where nobody waits for the copy.
         refs : object
             Kept alive until the copy is over.
 
         Returns
         -------
-        Copy
+        Transfer
             To wait for.
 
         Raises
@@ -247,13 +201,15 @@ class PreparedCopy:
         handle = stream_handle(stream, self.device)
         if not count:
             self._take((src, dst), (src_index, dst_index), first, count)
-            return Copy(None, "none")
+            return Transfer(device=self.device)
         with DeviceScope(self.device):
             call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
-            call.capturing = driver().stream_capturing(handle)
+            call.capturing, call.on_error = driver().stream_capturing(handle), on_error
             kept = (refs, call, src, dst, src_index, dst_index)
-            completion, engine = self.bound.submit(device_state(self.device), handle, call, kept)
-        return Copy(completion, engine, self.device)
+            completion, chosen = self.bound.submit(
+                device_state(self.device), handle, call, kept, _KERNEL if engine == "kernel" else None
+            )
+        return Transfer((completion,), chosen, self.device)
 
     def call(
         self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
@@ -280,20 +236,21 @@ class PreparedCopy:
         return self.bound.kernel
 
     def ready(
-        self, src: Any, dst: Any, count: int, *, src_index: Any = None, dst_index: Any = None, first: int = 0
+        self,
+        src: Any,
+        dst: Any,
+        count: int,
+        *,
+        src_index: Any = None,
+        dst_index: Any = None,
+        first: int = 0,
+        engine: str | None = None,
     ) -> PreparedCall:
         """Check the arguments of a call on a GPU, for one operation of several copies. Its context is current."""
         call = self.call(src, dst, count, src_index=src_index, dst_index=dst_index, first=first)
-        self.bound.check(call)
-        return PreparedCall(self.bound, call)
-
-    def choose(self, link: bool, host_ids: bool, capturing: bool, count: int) -> str:
-        """Whether the kernel or the copy engine is to carry out a call whose addresses are not at hand yet."""
-        if not host_ids:
-            return "kernel"
         assert self.device is not None
-        table = AddressTable(_NONE, _NONE, link)
-        return self.bound.choose(device_state(self.device), Call(table, table, None, None, 0, count, capturing)).engine
+        self.bound.check(device_state(self.device), call)
+        return PreparedCall(self.bound, call, _KERNEL if engine == "kernel" else None)
 
     def launch(
         self,
@@ -305,10 +262,11 @@ class PreparedCopy:
         *,
         first: int = 0,
         link: bool,
+        way: str = "",
         captured: bool,
         on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
-    ) -> Copy:
+    ) -> Transfer:
         """Enqueue the kernel with operands that the caller has checked; the device's context is current.
 
         `link` says that host memory takes part, `captured` that a capture is in progress on the stream; `on_error`
@@ -316,27 +274,12 @@ class PreparedCopy:
         """
         operation = state.completions.begin(stream, captured=captured)
         try:
-            self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, on_error=on_error)
+            self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, way=way, on_error=on_error)
             completion = operation.commit(refs)
         except BaseException:
             operation.abort()
             raise
-        return Copy(completion, "kernel", self.device)
-
-    def enqueue_kernel(
-        self,
-        state: DeviceState,
-        operation: Operation,
-        src: Operands,
-        dst: Operands,
-        first: int,
-        count: int,
-        *,
-        link: bool,
-        on_error: Callable[[Exception], None] | None = None,
-    ) -> None:
-        """Enqueue the kernel as a part of an operation, with operands that the caller has checked; as `launch`."""
-        self.bound.kernel.enqueue(state, operation, src, dst, first, count, link=link, on_error=on_error)
+        return Transfer((completion,), "kernel", self.device)
 
     def _take(
         self, bases: tuple[Any, Any], index: tuple[Any, Any], first: int, count: int
@@ -368,7 +311,7 @@ class PreparedCopy:
             check_host_index(name, index.host[: first + count], side, first)
         return index
 
-    def _on_host(self, bases: list[Any], index: list[IndexVector | None], first: int, count: int) -> Copy:
+    def _on_host(self, bases: list[Any], index: list[IndexVector | None], first: int, count: int) -> Transfer:
         ends = []
         for name, index_name, table, ids in zip(self.names, self.index_names, bases, index, strict=True):
             if isinstance(table, DeviceTable):
@@ -384,7 +327,7 @@ class PreparedCopy:
             self._cpu.copy(ends[0], ends[1], first, count)
         elif count:
             reference.copy(self.plan, ends[0], ends[1], first, count)
-        return Copy(None, "cpu" if self._cpu is not None else "reference")
+        return Transfer(engine="cpu" if self._cpu is not None else "reference")
 
     def _resolve(self, name: str, bases: Any) -> AddressTable | DeviceTable:
         """A table as the device sees it; the driver is asked where that is not known yet."""

@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 from kvraw.cache import PagedCache
 from kvraw.chunks import chunk_bytes
+from kvraw.copying.planner import Neighbour
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.runtime.host.pool import HostChunk
-from kvraw.transfer_plan import Direction, Transfer, TransferPlan
+from kvraw.transfer_plan import Direction, TransferPlan
 
 __all__ = ["load", "load_slots", "store", "store_slots"]
 
@@ -21,9 +23,7 @@ def _plan_for(
     chunks: Sequence[Any],
     chunk_tokens: int | None,
     chunk_layout: str,
-    engine: str | None,
-    check: bool,
-    ctas: int | None,
+    options: tuple[str | None, bool, int | None, Neighbour | None, float],
 ) -> TransferPlan:
     """The plan for these arguments, kept with the cache."""
     # 0: there is no chunk to tell; None: an address, which does not, or not asked.
@@ -31,7 +31,7 @@ def _plan_for(
     if chunk_tokens is None:
         first = chunks[0] if type(chunks) is list and chunks else None
         nbytes = first.nbytes if type(first) is HostChunk else chunk_bytes(chunks)
-    key = (direction, by, chunk_tokens, nbytes, chunk_layout, engine, check, ctas)
+    key = (direction, by, chunk_tokens, nbytes, chunk_layout, *options)
     plan: TransferPlan | None = cache.plans.get(key)
     if plan is None:
         geometry = cache.geometry
@@ -44,6 +44,7 @@ def _plan_for(
                     f"chunks[0] has {nbytes} bytes, must be a multiple of {geometry.token_bytes}, the bytes of a token"
                 )
             chunk_tokens = nbytes // geometry.token_bytes
+        engine, check, ctas, neighbour, max_rate = options
         plan = TransferPlan(
             cache.without_plans(),
             direction,
@@ -53,6 +54,8 @@ def _plan_for(
             engine=engine,
             check=check,
             ctas=ctas,
+            neighbour=neighbour,
+            max_rate=max_rate,
         )
         cache.keep_plan(key, plan)
     return plan
@@ -70,6 +73,8 @@ def store(
     engine: str | None = None,
     check: bool = True,
     ctas: int | None = None,
+    neighbour: Neighbour | None = None,
+    max_rate: float = 0.0,
 ) -> Transfer:
     """Copy blocks of a cache to chunks.
 
@@ -98,6 +103,10 @@ def store(
         Check ids against the cache, and that no two chunks begin at one address.
     ctas : int, optional
         Most thread blocks of any kernel; 0: the copy engine alone.
+    neighbour : "busy" or "idle", optional
+        What the GPU does beside the copy, see `TransferPlan`; default: `KVRAW_NEIGHBOUR`.
+    max_rate : float
+        Most bytes a second over the link; 0: any.
 
     Returns
     -------
@@ -131,7 +140,8 @@ def store(
     >>> bool((chunks[0].numpy(np.float32)[:32].reshape(4, 2, 4) == layers[0][0, 5]).all())
     True
     """
-    plan = _plan_for(cache, "store", "block", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
+    options = engine, check, ctas, neighbour, max_rate
+    plan = _plan_for(cache, "store", "block", chunks, chunk_tokens, chunk_layout, options)
     return plan(chunks, block_ids, skip=skip_blocks, stream=stream)
 
 
@@ -147,6 +157,8 @@ def load(
     engine: str | None = None,
     check: bool = True,
     ctas: int | None = None,
+    neighbour: Neighbour | None = None,
+    max_rate: float = 0.0,
 ) -> Transfer:
     """Copy chunks to blocks of a cache: what `store` copied, or anything of that layout.
 
@@ -173,6 +185,10 @@ def load(
         Check ids against the cache, and on the host that none stands twice.
     ctas : int, optional
         Most thread blocks of any kernel; 0: the copy engine alone.
+    neighbour : "busy" or "idle", optional
+        What the GPU does beside the copy, see `TransferPlan`; default: `KVRAW_NEIGHBOUR`.
+    max_rate : float
+        Most bytes a second over the link; 0: any.
 
     Returns
     -------
@@ -205,7 +221,8 @@ def load(
     >>> bool((layers[0][:, 5] == before).all()), bool(layers[0][:, 3].any())
     (True, False)
     """
-    plan = _plan_for(cache, "load", "block", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
+    options = engine, check, ctas, neighbour, max_rate
+    plan = _plan_for(cache, "load", "block", chunks, chunk_tokens, chunk_layout, options)
     return plan(chunks, block_ids, skip=skip_blocks, stream=stream)
 
 
@@ -221,6 +238,8 @@ def store_slots(
     engine: str | None = None,
     check: bool = True,
     ctas: int | None = None,
+    neighbour: Neighbour | None = None,
+    max_rate: float = 0.0,
 ) -> Transfer:
     """Copy single tokens of a cache to chunks, by slot mapping.
 
@@ -248,6 +267,10 @@ def store_slots(
         Check slots against the cache, and that no two chunks begin at one address.
     ctas : int, optional
         Most thread blocks of any kernel; 0: the copy engine alone.
+    neighbour : "busy" or "idle", optional
+        What the GPU does beside the copy, see `TransferPlan`; default: `KVRAW_NEIGHBOUR`.
+    max_rate : float
+        Most bytes a second over the link; 0: any.
 
     Returns
     -------
@@ -277,7 +300,8 @@ def store_slots(
     >>> bool((chunks[0].numpy(np.float32)[:8].reshape(2, 4) == layers[0][0, 2, 1]).all())
     True
     """
-    plan = _plan_for(cache, "store", "slot", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
+    options = engine, check, ctas, neighbour, max_rate
+    plan = _plan_for(cache, "store", "slot", chunks, chunk_tokens, chunk_layout, options)
     return plan(chunks, slots, skip=skip_tokens, stream=stream)
 
 
@@ -293,6 +317,8 @@ def load_slots(
     engine: str | None = None,
     check: bool = True,
     ctas: int | None = None,
+    neighbour: Neighbour | None = None,
+    max_rate: float = 0.0,
 ) -> Transfer:
     """Copy chunks to single tokens of a cache, by slot mapping.
 
@@ -320,6 +346,10 @@ def load_slots(
         Check slots against the cache, and on the host that none stands twice.
     ctas : int, optional
         Most thread blocks of any kernel; 0: the copy engine alone.
+    neighbour : "busy" or "idle", optional
+        What the GPU does beside the copy, see `TransferPlan`; default: `KVRAW_NEIGHBOUR`.
+    max_rate : float
+        Most bytes a second over the link; 0: any.
 
     Returns
     -------
@@ -351,5 +381,6 @@ def load_slots(
     >>> layers[0][0, 7, 2:, 0, 0].tolist()
     [72.0, 32.0]
     """
-    plan = _plan_for(cache, "load", "slot", chunks, chunk_tokens, chunk_layout, engine, check, ctas)
+    options = engine, check, ctas, neighbour, max_rate
+    plan = _plan_for(cache, "load", "slot", chunks, chunk_tokens, chunk_layout, options)
     return plan(chunks, slots, skip=skip_tokens, stream=stream)

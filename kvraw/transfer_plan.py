@@ -16,54 +16,22 @@ from kvraw.copying.bound_copy import BoundCopy
 from kvraw.copying.call import Call
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.operands import Operands, check_distinct, check_host_index, require_index
-from kvraw.copying.planner import Choice
+from kvraw.copying.planner import Choice, Neighbour, RateLimit
 from kvraw.copying.repeat import RepeatedCalls
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import ChunkLayout
 from kvraw.layouts.geometry import chunk_side, copy_plan, find_chunk_layout
-from kvraw.prepared import Copy
-from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope, reset_error
 from kvraw.runtime.host.usage import HostWork
 from kvraw.runtime.stream import stream_handle
 
-__all__ = ["Direction", "Transfer", "TransferPlan"]
+__all__ = ["Direction", "TransferPlan"]
 
 GPU_ENGINES = ("kernel", "copy", "staged")
 _NOTHING = Choice("none", "there is nothing to copy", 0.0)
 
 Direction = Literal["store", "load"]
-
-
-class Transfer(Copy):
-    """A store or a load that was enqueued (GPU) or is done (CPU); what `store`, `load` and plans return.
-
-    Examples
-    --------
-    >>> layers = [np.zeros((2, 8, 16, 4, 64), np.float16)]
-    >>> cache = kvraw.PagedCache.from_tensors(layers, axes="PBTHD")
-    >>> chunk = np.zeros(cache.chunk_bytes(tokens=32), np.uint8)
-    >>> transfer = kvraw.store(cache, [chunk], [3, 1])  # a Transfer
-    >>> transfer.wait(timeout=10)
-    >>> transfer.done(), transfer.engine
-    (True, 'cpu')
-    """
-
-    __slots__ = ("_choice", "plan")
-
-    def __init__(self, plan: TransferPlan, completion: Completion | None, choice: Choice) -> None:
-        self.plan, self._completion, self._choice = plan, completion, choice
-        self.engine, self._device = choice.engine, plan.cache.device
-
-    def explain(self) -> str:
-        """Say what carries the copy out and why.
-
-        Returns
-        -------
-        str
-            A few lines.
-        """
-        return self.plan.describe(self._choice)
 
 
 class TransferPlan(NotPicklable):
@@ -91,14 +59,19 @@ class TransferPlan(NotPicklable):
         Refuse what would be written twice: in a load ids on the host, in a store chunks that begin at one address. With
         False, which writer wins is left open; so it is where chunks overlap each other, or the cache, in part.
     ctas : int, optional
-        Most thread blocks of any kernel, for a GPU that is busy with other work; 0: none, the copy engine alone.
+        Most thread blocks of any kernel; 0: none, the copy engine alone.
+    neighbour : "busy" or "idle", optional
+        What the GPU does beside the copy. "busy": other work, so the engine is taken that costs least together with
+        what that work loses, and kernels over the link keep to a rate. "idle": the fastest. Default: `KVRAW_NEIGHBOUR`.
+    max_rate : float
+        Most bytes a second over the link, which kernels alone keep to and all that copy the same way share; 0: any.
 
     Raises
     ------
     LayoutError, PlacementError
         The parts do not fit together, or a load's cache is read-only; says which.
     BoundsError
-        `ctas` is negative.
+        `ctas` is negative, or `max_rate` is one that no kernel can keep to.
 
     Examples
     --------
@@ -122,6 +95,8 @@ class TransferPlan(NotPicklable):
         check: bool = True,
         distinct: bool = True,
         ctas: int | None = None,
+        neighbour: Neighbour | None = None,
+        max_rate: float = 0.0,
     ) -> None:
         if direction not in ("store", "load") or by not in ("block", "slot"):
             raise LayoutError(f"direction is {direction!r} and by {by!r}; must be store or load, and block or slot")
@@ -138,6 +113,7 @@ class TransferPlan(NotPicklable):
         self.chunk_bytes = cache.chunk_bytes(chunk_tokens)
         if ctas is not None and integer("ctas", ctas) < 0:
             raise BoundsError(f"ctas is {ctas}, must be >= 0")
+        limit = RateLimit.of(neighbour, max_rate)
         named = self._allowed(engine)
         self._ids_name = "slots" if by == "slot" else "block_ids"
         self._per_chunk, self._paged = chunk_tokens // self.step, paged
@@ -149,7 +125,13 @@ class TransferPlan(NotPicklable):
         if cache.device is not None:
             names = (self._ids_name, "chunks") if store else ("chunks", self._ids_name)
             self._gpu = BoundCopy(
-                self.plan, engine=named, ctas=ctas, check=check, distinct=distinct and not store, index_names=names
+                self.plan,
+                engine=named,
+                ctas=ctas,
+                check=check,
+                distinct=distinct and not store,
+                index_names=names,
+                limit=limit,
             )
             self._table = AddressTable(cache.bases, cache.bases, False)
             self._repeat = RepeatedCalls(
@@ -225,7 +207,8 @@ class TransferPlan(NotPicklable):
         if repeat is not None and skip == 0 and type(skip) is int and not side:
             done = repeat(chunks, ids, stream, self.cache)
             if done is not None:
-                return Transfer(self, *done)
+                completion, choice = done
+                return Transfer((completion,), choice.engine, self.cache.device, self, choice)
         index = index_vector(self._ids_name, ids)
         row = ChunkTable(chunks, self.chunk_bytes, self._store)
         if type(skip) is not int or skip < 0:
@@ -235,7 +218,7 @@ class TransferPlan(NotPicklable):
         if self._gpu is not None:
             handle = stream_handle(stream, self.cache.device)
             if count <= 0:
-                return Transfer(self, None, _NOTHING)
+                return Transfer((), _NOTHING.engine, plan=self, choice=_NOTHING)
             return self._enqueue(row, index, skip, count, handle, side, on_error)
         engine = self._done.engine
         if index.host is None:
@@ -244,16 +227,16 @@ class TransferPlan(NotPicklable):
         if count > 0:
             paged, flat = Operands(self.cache.bases, index), Operands(row.addresses)
             src, dst = (paged, flat) if self.direction == "store" else (flat, paged)
-            running = HostWork()  # another thread may free chunks or close their pool meanwhile
+            work = HostWork()  # another thread may free chunks or close their pool meanwhile
             try:
-                row.mark_used(running)
+                row.mark_used(work.use)
                 if self._cpu is not None:
                     self._cpu.copy(src, dst, skip, count)
                 else:
                     reference.copy(self.plan, src, dst, skip, count)
             finally:
-                running.ended = True
-        return Transfer(self, None, self._done)
+                work.ended = True
+        return Transfer((), engine, plan=self, choice=self._done)
 
     def _leading(self, skip: object) -> int:
         name = f"skip_{'tokens' if self.by == 'slot' else 'blocks'} (of a plan: skip)"
@@ -315,7 +298,7 @@ class TransferPlan(NotPicklable):
                 raise
             if own != stream and self.direction == "load":
                 completion.hold(stream)
-        return Transfer(self, completion, choice)
+        return Transfer((completion,), choice.engine, device, self, choice)
 
     @property
     def repeated(self) -> RepeatedCalls | None:

@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters import tensors
-from kvraw.adapters.copies import copy_ranges
-from kvraw.adapters.sglang_direct import device_of
+from kvraw.adapters.sglang_direct import copy_ranges
 from kvraw.adapters.sglang_kernel import INTS, WARPS, transfer
 from kvraw.arrays import I64, index_vector
-from kvraw.copying.copy_engine import Descriptors
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import BoundsError, LayoutError, PlacementError
-from kvraw.plain import require_memory
 from kvraw.prepared import PreparedCopy
 
 
@@ -71,17 +68,10 @@ def _all_layer(
     transfer(*ends, indices_src, indices_dst, numbers, quota, WARPS, INTS)
 
 
+# fmt: off
 def transfer_hicache_one_layer(
-    k_cache_dst: Any,
-    v_cache_dst: Any,
-    indices_dst: Any,
-    k_cache_src: Any,
-    v_cache_src: Any,
-    indices_src: Any,
-    *,
-    element_dim: int | None = None,
-    unroll: int | None = None,
-    block_quota: int | None = None,
+    k_cache_dst: Any, v_cache_dst: Any, indices_dst: Any, k_cache_src: Any, v_cache_src: Any, indices_src: Any,
+    *, element_dim: int | None = None, unroll: int | None = None, block_quota: int | None = None,
 ) -> None:
     """One layer of K and V, the destination first; rows may have gaps between them. `unroll` has no meaning here."""
     _one_layer(
@@ -90,32 +80,17 @@ def transfer_hicache_one_layer(
 
 
 def transfer_hicache_one_layer_mla(
-    cache_dst: Any,
-    indices_dst: Any,
-    cache_src: Any,
-    indices_src: Any,
-    *,
-    element_dim: int | None = None,
-    unroll: int | None = None,
-    block_quota: int | None = None,
+    cache_dst: Any, indices_dst: Any, cache_src: Any, indices_src: Any,
+    *, element_dim: int | None = None, unroll: int | None = None, block_quota: int | None = None,
 ) -> None:
     """One layer of one plane, the destination first; rows may have gaps between them. `unroll` has no meaning here."""
     _one_layer((cache_dst,), indices_dst, (cache_src,), indices_src, element_dim, block_quota)
 
 
 def transfer_hicache_all_layer(
-    k_ptr_dst: Any,
-    v_ptr_dst: Any,
-    indices_dst: Any,
-    k_ptr_src: Any,
-    v_ptr_src: Any,
-    indices_src: Any,
-    *,
-    kv_cache_src_stride_bytes: int,
-    kv_cache_dst_stride_bytes: int,
-    element_size: int | None = None,
-    unroll: int | None = None,
-    block_quota: int | None = None,
+    k_ptr_dst: Any, v_ptr_dst: Any, indices_dst: Any, k_ptr_src: Any, v_ptr_src: Any, indices_src: Any,
+    *, kv_cache_src_stride_bytes: int, kv_cache_dst_stride_bytes: int, element_size: int | None = None,
+    unroll: int | None = None, block_quota: int | None = None,
 ) -> None:
     """All layers by tables of addresses, the destination first, each side with its own stride of tokens."""
     dst, src = (k_ptr_dst, v_ptr_dst), (k_ptr_src, v_ptr_src)
@@ -124,22 +99,16 @@ def transfer_hicache_all_layer(
 
 
 def transfer_hicache_all_layer_mla(
-    ptr_dst: Any,
-    indices_dst: Any,
-    ptr_src: Any,
-    indices_src: Any,
-    *,
-    cache_src_stride_bytes: int,
-    cache_dst_stride_bytes: int,
-    element_size: int | None = None,
-    unroll: int | None = None,
-    block_quota: int | None = None,
+    ptr_dst: Any, indices_dst: Any, ptr_src: Any, indices_src: Any,
+    *, cache_src_stride_bytes: int, cache_dst_stride_bytes: int, element_size: int | None = None,
+    unroll: int | None = None, block_quota: int | None = None,
 ) -> None:
     """All layers of one plane by tables of addresses, the destination first, each side with its own stride."""
     strides = cache_src_stride_bytes, cache_dst_stride_bytes
     _all_layer((ptr_dst,), indices_dst, (ptr_src,), indices_src, strides, element_size, block_quota)
 
 
+# fmt: on
 def _numbers(name: str, values: Any) -> I64:
     host = index_vector(name, values).host
     if host is None:
@@ -151,28 +120,8 @@ def transfer_embedding_ranges_direct(
     src: Any, dst: Any, src_starts: Sequence[int], dst_starts: Sequence[int], lengths: Sequence[int]
 ) -> None:
     """Ranges of rows of one tensor to ranges of another, by the copy engine."""
-    for name, t in (("src", src), ("dst", dst)):
-        require_memory(name, t)
-    if not src.is_contiguous() or not dst.is_contiguous():
-        raise LayoutError("src and dst must lie without gaps")
-    rows = [int(np.prod(t.shape[1:], dtype=np.int64)) * int(t.element_size()) for t in (src, dst)]
-    if rows[0] != rows[1]:
-        raise LayoutError(f"a row of src has {rows[0]} bytes, of dst {rows[1]}")
-    starts = [_numbers("src_starts", src_starts), _numbers("dst_starts", dst_starts)]
-    counts = _numbers("lengths", lengths)
-    if not len(starts[0]) == len(starts[1]) == len(counts):
-        raise BoundsError(f"{len(starts[0])} src_starts, {len(starts[1])} dst_starts and {len(counts)} lengths differ")
-    for name, at, tensor in (("src_starts", starts[0], src), ("dst_starts", starts[1], dst)):
-        bad = (at < 0) | (counts < 0) | (at + counts > tensor.shape[0])
-        if bad.any():
-            k = int(np.argmax(bad))
-            raise BoundsError(f"{name}[{k}] is {at[k]} with {counts[k]} rows, must end by {tensor.shape[0]}")
-    at, to = (
-        np.uint64(t.data_ptr()) + begin.astype(np.uint64) * np.uint64(rows[0])
-        for t, begin in zip((src, dst), starts, strict=True)
-    )
-    copies = Descriptors(to, at, counts.astype(np.uint64) * np.uint64(rows[0]))
-    copy_ranges(copies, device_of((src, dst)), (src, dst))
+    starts = _numbers("src_starts", src_starts), _numbers("dst_starts", dst_starts)
+    copy_ranges(src, dst, starts, _numbers("lengths", lengths))
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,8 +25,9 @@ from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from kvraw.runtime.stream import capturing
 
-__all__ = ["INTS", "WARPS", "End", "Ids", "Numbers", "default_quota", "ids_on_device", "launch", "transfer"]
+__all__ = ["INTS", "WARPS", "End", "Ids", "Numbers", "default_quota", "launch", "transfer"]
 
+T = TypeVar("T")
 INTS, WARPS = ("int64", "int32"), 32
 QUOTA_VARIABLE, QUOTA = "SGLANG_HICACHE_BLOCK_QUOTA", 2
 
@@ -81,15 +82,19 @@ class _Ready(NamedTuple):
     bound: IndexedLaunch | None = None
 
 
-def _make(src: End, dst: End, numbers: Numbers, quota: int, warps: int, device: int | None, bits: int) -> _Ready:
+def _make(src: End, dst: End, numbers: Numbers, quota: int, warps: int, state: DeviceState | None, bits: int) -> _Ready:
     """Make ready all that does not change from call to call; on a GPU its context is current."""
-    rows = Rows(*numbers)
+    rows, device = Rows(*numbers), None if state is None else state.device
     ends = place_end("src", src, rows, device, bits), place_end("dst", dst, rows, device, bits)
     counts = {"layers": rows.layers or 1, "planes": len(src[2]), "tokens": 1, "heads": rows.heads}
     plan = CopyPlan(ends[0].side, ends[1].side, **counts, run=rows.item // rows.heads)
-    if device is None:
+    if state is None:
         return _Ready(PreparedCopy(plan, device=None, index_names=_INDEX_NAMES), *ends)
-    return _Ready(KernelPlan(plan, ctas=quota, threads=warps * 32, names=_INDEX_NAMES), *ends)
+    kernels, kind = state.bound[_KERNELS], (plan, quota, warps)
+    kernel = kernels.get(kind)
+    if kernel is None:  # else made for another layer
+        kernel = _keep(kernels, kind, KernelPlan(plan, ctas=quota, threads=warps * 32, names=_INDEX_NAMES))
+    return _Ready(kernel, *ends)
 
 
 def _host_table(group: tuple[Any, ...], layers: int) -> U64:
@@ -113,7 +118,7 @@ def _on_device(name: str, end: End, side: PlacedSide, layers: int, device: int) 
 
 _NONE: U64 = np.zeros(0, np.uint64)
 _INDEX_NAMES = "src_indices", "dst_indices"
-_MOST, _NAME = 2048, "sglang kernels"
+_MOST, _NAME, _KERNELS = 2048, "sglang calls", "sglang kernels"
 _on_host: dict[tuple[object, ...], _Ready] = {}
 _taken: set[tuple[object, object, tuple[str, ...]]] = set()  # types of both indices that an operation takes
 
@@ -167,7 +172,10 @@ def transfer(
     device = src_indices.get_device()
     if dst_indices.get_device() != device:
         raise PlacementError(f"src_indices lie on device {device}, dst_indices on {dst_indices.get_device()}")
-    launch(src, dst, numbers, quota, warps, device, ids_on_device(src_indices), ids_on_device(dst_indices), count)
+    at = src_indices if src_indices.is_contiguous() else src_indices.contiguous()
+    to = dst_indices if dst_indices.is_contiguous() else dst_indices.contiguous()
+    ids = (at.data_ptr(), at.element_size(), at), (to.data_ptr(), to.element_size(), to)
+    launch(device_state(device), tensors.current_stream(device), src, dst, numbers, quota, warps, *ids, count)
 
 
 def _move_on_host(src: End, dst: End, src_indices: Any, dst_indices: Any, numbers: Numbers, count: int) -> None:
@@ -182,75 +190,68 @@ def _move_on_host(src: End, dst: End, src_indices: Any, dst_indices: Any, number
         ready.copy(bases[0], bases[1], count, src_index=index[0], dst_index=index[1])
 
 
-def _keep(known: dict[Any, _Ready], key: object, ready: _Ready) -> _Ready:
+def _keep(known: dict[Any, Any], key: object, made: T) -> T:
     if len(known) >= _MOST:
         known.clear()
-    known[key] = ready
-    return ready
-
-
-def ids_on_device(index: Any) -> Ids:
-    """Indices that lie on the device, of int64 or int32."""
-    if not index.is_contiguous():
-        index = index.contiguous()
-    return index.data_ptr(), index.element_size(), index
+    known[key] = made
+    return made
 
 
 def launch(
+    state: DeviceState,
+    stream: int,
     src: End,
     dst: End,
     numbers: Numbers,
     quota: int,
     warps: int,
-    device: int,
     at: Ids,
     to: Ids,
     count: int,
     raising: bool = True,
 ) -> None:
-    """Enqueue the kernel on a device's current stream.
+    """Enqueue the kernel on a stream.
 
     What kernels of earlier operations on the device found is raised first, unless the caller did (`raising`).
     """
-    stream, state = tensors.current_stream(device), device_state(device)
-    bits = 0
+    device, bits = state.device, 0
     if src[0] == "table" or dst[0] == "table":
         bits = pointer_tables.known_bits(_tables(src, dst))
     key = (src[0], src[1], dst[0], dst[1], _see(src, dst), numbers, quota, warps, at[1], to[1], bits)
     ready = state.bound[_NAME].get(key)
-    if ready is not None and ready.bound is not None and count and not (raising and pending(state)):
-        refs = (src, dst, at, to)
-        if ready.bound.enqueue(stream, at[0], to[0], count, on_error=pending_of(device), refs=refs) is not None:
-            return
-    captured = raise_deferred(device, stream) if raising else capturing(stream, device)
+    if raising and pending(state):
+        raise_deferred(device, stream)
+    bound, refs, receiver = None if ready is None or not count else ready.bound, (src, dst, at, to), pending_of(device)
+    if bound is not None and bound.enqueue(stream, at[0], to[0], count, on_error=receiver, refs=refs) is not None:
+        return
+    again = bound is not None and state.owner.context_device() != device
     with DeviceScope(device):
-        _launch_anew(state, key, stream, captured, src, dst, numbers, quota, warps, at, to, count)
+        captured = capturing(stream, device)
+        if bound is not None and again and not captured:  # another context was current
+            done = bound.enqueue(stream, at[0], to[0], count, on_error=receiver, refs=refs)
+            if done is not None:
+                return
+        if ready is None or not _still_pinned(ready):
+            ready = _make(src, dst, numbers, quota, warps, state, bits)
+            if bits != pointer_tables.UNKNOWN:
+                _keep(state.bound[_NAME], key, ready)
+        if count and numbers[1]:
+            _launch_anew(state, key, ready, stream, captured, refs, numbers[1], count)
 
 
 def _launch_anew(
     state: DeviceState,
     key: tuple[Any, ...],
+    ready: _Ready,
     stream: int,
     captured: bool,
-    src: End,
-    dst: End,
-    numbers: Numbers,
-    quota: int,
-    warps: int,
-    at: Ids,
-    to: Ids,
+    refs: tuple[End, End, Ids, Ids],
+    layers: int,
     count: int,
 ) -> None:
     """Enqueue what is not bound, or not as things are now: the device's context is current."""
-    device, layers, refs, known = state.device, numbers[1], (src, dst, at, to), state.bound[_NAME]
+    (src, dst, at, to), device = refs, state.device
     bits, lasting = int(key[-1]), key[-1] != pointer_tables.UNKNOWN
-    ready = known.get(key)
-    if ready is None or not _still_pinned(ready):
-        ready = _make(src, dst, numbers, quota, warps, device, bits)
-        if lasting:
-            _keep(known, key, ready)
-    if not count or not layers:
-        return
     ends = _on_device("src", src, ready.src, layers, device), _on_device("dst", dst, ready.dst, layers, device)
     if not lasting:
         bits = pointer_tables.ask_for_bits(_tables(src, dst), state, stream)
@@ -259,7 +260,7 @@ def _launch_anew(
     lasting = lasting and all(number for _, number in pinned)
     if lasting and not captured and not any(e[0] == "table" and not e[2][0].is_cuda for e in (src, dst)):
         bound = ready.bound or IndexedLaunch(state, ready.copy, ends, (at[1], to[1]), pinned=pinned)
-        _keep(known, key, ready._replace(bound=bound))
+        _keep(state.bound[_NAME], key, ready._replace(bound=bound))
         if bound.enqueue(stream, at[0], to[0], count, on_error=pending_of(device), refs=refs) is not None:
             return
     index = [IndexVector(None, ids[0], count, ids[1], device, ids[2]) if ids[1] else None for ids in (at, to)]

@@ -1,8 +1,9 @@
-"""What the adapters ask of tensors, by duck typing: torch is imported only to ask for its current stream."""
+"""What the adapters ask of torch and of tensors, by duck typing; torch is never imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,10 @@ from kvraw.runtime.memory import locate
 __all__ = [
     "Span",
     "current_stream",
+    "device_of",
     "dtype_name",
+    "flatten",
+    "host_array",
     "host_values",
     "index_array",
     "mapped_address",
@@ -29,22 +33,49 @@ __all__ = [
     "span",
     "table_array",
     "token_stride",
+    "torch_cuda",
 ]
 
 _names: dict[Any, str] = {}
 _raw_stream: Callable[[int], int] | None = None
 
 
+def torch_cuda() -> Any:
+    """Torch's CUDA part where it is in use, else None."""
+    torch: Any = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+
+
 def current_stream(device: int) -> int:
-    """Handle of torch's current stream on a device."""
+    """The caller's current stream on a device: torch's, or the default stream where torch is not in use."""
     global _raw_stream
     if _raw_stream is None:
-        import torch
-
+        cuda = torch_cuda()
+        if cuda is None:
+            return 0
         # The handle alone, without a stream object around it, where this torch offers that.
-        found = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        _raw_stream = found or (lambda at: torch.cuda.current_stream(at).cuda_stream)
+        found = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
+        _raw_stream = found or (lambda at: cuda.current_stream(at).cuda_stream)
     return int(_raw_stream(device))
+
+
+def device_of(*groups: Iterable[Any]) -> int | None:
+    """The GPU that some of these tensors lie on; None where all lie on the host.
+
+    Raises
+    ------
+    PlacementError
+        They lie on several.
+    """
+    found = {int(t.get_device()) for group in groups for t in group if t.is_cuda}
+    if len(found) > 1:
+        raise PlacementError(f"tensors lie on devices {sorted(found)}, must lie on one and the host")
+    return found.pop() if found else None
+
+
+def flatten(tensors: Any) -> list[Any]:
+    """Tensors of nested lists and tuples, in order."""
+    return [x for t in tensors for x in flatten(t)] if isinstance(tensors, (list, tuple)) else [tensors]
 
 
 def dtype_name(tensor: Any) -> str:
@@ -64,16 +95,18 @@ def reach(tensor: Any) -> int:
 
 
 @lru_cache(maxsize=1024)
-def row_of(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Elements of a tensor's row, all axes but the first, and from row to row; a row must lie without gaps.
+def row_of(name: str, shape: tuple[int, ...], strides: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
+    """Elements of a tensor's row, all axes but the first `axes`, and along the first; a row must lie without gaps.
 
     Raises
     ------
     LayoutError
-        It has gaps.
+        It has gaps, or too few axes.
     """
+    if len(shape) < axes:
+        raise LayoutError(f"{name} has shape {tuple(shape)}, must have at least {axes} axes")
     row = 1
-    for n, step in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+    for n, step in zip(reversed(shape[axes:]), reversed(strides[axes:]), strict=True):
         if n != 1 and step != row:
             raise LayoutError(f"{name} has shape {tuple(shape)}, strides {tuple(strides)}: gaps inside a row")
         row *= n
@@ -180,10 +213,9 @@ def host_values(tensor: Any, name: str = "indices") -> I64:
 def index_array(tensor: Any, name: str = "indices") -> I64:
     """Indices on the host as they are: int64, or other integers widened."""
     try:
-        # What torch offers itself takes half as long as numpy's way to it.
-        array = tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
-    except (TypeError, RuntimeError) as error:  # without memory, or of a type that numpy does not have
-        raise unusable(name, tensor, error) from None
+        array: np.ndarray[Any, Any] = tensor.numpy()
+    except (AttributeError, TypeError, RuntimeError):
+        array = host_array(tensor, name)
     if array.ndim == 1 and array.dtype == np.int64 and array.flags.c_contiguous:
         return array
     if array.size and array.dtype.kind not in "iu":
@@ -193,8 +225,13 @@ def index_array(tensor: Any, name: str = "indices") -> I64:
 
 def table_array(tensor: Any, name: str = "table") -> U64:
     """A pointer table that lies on the host."""
+    return np.ascontiguousarray(host_array(tensor, name).ravel()).view(np.uint64)
+
+
+def host_array(tensor: Any, name: str) -> np.ndarray[Any, Any]:
+    """A host tensor's values as an array."""
     try:
-        array = np.asarray(tensor)
-    except (TypeError, RuntimeError) as error:
+        # What torch offers itself takes half as long as numpy's way to it.
+        return tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
+    except (TypeError, RuntimeError) as error:  # without memory, or of a type that numpy does not have
         raise unusable(name, tensor, error) from None
-    return np.ascontiguousarray(array.ravel()).view(np.uint64)

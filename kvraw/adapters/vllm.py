@@ -7,69 +7,98 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from kvraw.adapters import tensors
 from kvraw.adapters.copies import bound_copies, copy_items
 from kvraw.adapters.deferred_errors import pending, raise_deferred
-from kvraw.adapters.sglang_direct import device_of
+from kvraw.adapters.sglang_direct import known
 from kvraw.addresses import require_addresses
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.batch import memcpy_batch
 from kvraw.checks import integer
 from kvraw.copying.addresses import AddressTable, resolve
-from kvraw.copying.bound_copies import BoundCopies
+from kvraw.copying.call import Call
 from kvraw.copying.copy_engine import Descriptors, holder
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.given import extremes, join, page_starts
-from kvraw.copying.operands import Operands
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.copying.submission import submit
 from kvraw.errors import BoundsError, DriverError, LayoutError, PlacementError
-from kvraw.plain import require_memory, unusable
 from kvraw.prepared import PreparedCopy
-from kvraw.runtime.context import DeviceScope, at_reset
-from kvraw.runtime.driver import driver
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.host.registration import cuts_with
 
 __all__ = ["swap_blocks", "swap_blocks_batch"]
 
 _NAMES = ("block_mapping[:, 0]", "block_mapping[:, 1]")
 MOST_VARIABLE = "VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS"
+_words: set[object] = set()  # torch's int64 and uint64
 _FEW = 4  # sizes that are worth a plan each
-_MOST = 256
 
 
-class _Swap(NamedTuple):
-    """What swaps blocks of two tensors: by the kernel, and by the copy engine."""
+class _Swap:
+    """Swaps blocks of two tensors by the engine that the planner takes."""
 
-    kernel: PreparedCopy | None
-    copies: BoundCopies
-    places: tuple[U64, U64]
-    limits: tuple[int, int]
+    __slots__ = ("_copies", "_device", "_places", "_prepared", "_tables", "limits")
 
-
-_swaps: dict[tuple[object, ...], _Swap] = {}
-at_reset(_swaps.clear)
-
-
-def _swap(src: Any, dst: Any, nbytes: int, device: int | None) -> _Swap:
-    ends = _rows("src", src, nbytes), _rows("dst", dst, nbytes)
-    key = src.data_ptr(), dst.data_ptr(), ends, nbytes, device, src.is_cuda, dst.is_cuda
-    known = _swaps.get(key)
-    if known is None:
+    def __init__(self, src: Any, dst: Any, nbytes: int) -> None:
+        ends = _rows("src", src, nbytes), _rows("dst", dst, nbytes)
         sides = [Side(outer=step, limit=limit) for step, limit, _ in ends]
         plan = CopyPlan(sides[0], sides[1], layers=1, planes=1, tokens=1, heads=1, run=nbytes)
-        copies = bound_copies((src, dst))
-        copies.add(plan, [int(src.data_ptr())], [int(dst.data_ptr())])
-        kernel = None if device is None else PreparedCopy(plan, device=device, index_names=_NAMES)
-        if len(_swaps) >= _MOST:
-            _swaps.clear()
-        places = np.array([src.data_ptr(), dst.data_ptr()], np.uint64), np.array([e[2] for e in ends], np.uint64)
-        known = _swaps[key] = _Swap(kernel, copies, places, (ends[0][1], ends[1][1]))
-    return known
+        self.limits = ends[0][1], ends[1][1]
+        self._device = tensors.device_of((src, dst))
+        copies = bound_copies((src, dst), [(plan, [int(src.data_ptr())], [int(dst.data_ptr())])])
+        assert copies is not None
+        self._copies = copies
+        self._prepared = PreparedCopy(plan, device=self._device, index_names=_NAMES)
+        self._places = [
+            (np.array([t.data_ptr()], np.uint64), np.array([reach], np.uint64))
+            for t, (_, _, reach) in zip((src, dst), ends, strict=True)
+        ]
+        self._tables: tuple[AddressTable, AddressTable, object] | None = None  # of host memory as it was then
+
+    def __call__(self, at: I64, to: I64, refs: object) -> None:
+        """Swap the blocks, on the current stream or on the host."""
+        device = self._device
+        if device is None:
+            copy_items(self._copies, device, at, to, refs)
+            return
+        stream, state = tensors.current_stream(device), device_state(device)
+        if pending(state):
+            raise_deferred(device, stream)
+        with DeviceScope(device):
+            if not self._by_plan(state, stream, at, to, refs):
+                self._copies.enqueue(state, stream, at, to, refs)
+
+    def _by_plan(self, state: DeviceState, stream: int, at: I64, to: I64, refs: object) -> bool:
+        """Enqueue it, unless the copy engine is to."""
+        known, now, count = self._tables, self._copies.look(state), len(at)
+        if known is None or known[2] is not now:
+            found = [resolve(places, reaches, ends=True) for places, reaches in self._places]
+            for name, one in zip(("src", "dst"), found, strict=True):
+                if one.over is not None:
+                    raise one.over.error(name)
+            known = found[0], found[1], now
+            self._tables = known
+        src, dst, _ = known
+        if src.pageable or dst.pageable:
+            return False
+        a, b = IndexVector(at, 0, count), IndexVector(to, 0, count)
+        call = Call(src, dst, a, b, 0, count, state.owner.stream_capturing(stream), checked=True)
+        return _submit(self._prepared, state, stream, call, refs)
+
+
+def _submit(copy: PreparedCopy, state: DeviceState, stream: int, call: Call, refs: object = None) -> bool:
+    """Enqueue a call, unless the copy engine is to."""
+    bound = copy.bound
+    choice = bound.choose(state, call)
+    if choice.engine == "copy":
+        return False
+    bound.submit(state, stream, call, (refs, call), choice)
+    return True
 
 
 @lru_cache(maxsize=256)
@@ -127,44 +156,16 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
             f"block_size_in_bytes is {block_size_in_bytes}, block_mapping has shape {tuple(block_mapping.shape)}: "
             f"must be positive, and [n, 2]"
         )
-    try:
-        mapping = np.asarray(block_mapping)
-    except (TypeError, RuntimeError) as error:
-        raise unusable("block_mapping", block_mapping, error) from None
+    mapping = tensors.host_array(block_mapping, "block_mapping")
     if mapping.size and mapping.dtype.kind not in "iu":
         raise TypeError(f"block_mapping holds {mapping.dtype}, must hold integers")
     mapping = mapping.astype(np.int64, copy=False)
-    for name, t in (("src", src), ("dst", dst)):
-        require_memory(name, t)
-    device = device_of((src, dst))
-    swap = _swap(src, dst, block_size_in_bytes, device)
-    at, to = (
-        page_starts(_NAMES[k], np.ascontiguousarray(mapping[:, k]), 1, swap.limits[k], aligned=False) for k in (0, 1)
-    )
-    if not len(at):
-        return
-    if device is not None and swap.kernel is not None:
-        stream, state = tensors.current_stream(device), device_state(device)
-        if pending(state):
-            raise_deferred(device, stream)
-        found = resolve(*swap.places, ends=True)
-        if found.over is not None:
-            raise found.over.error(("src", "dst")[found.over.at])
-        if not found.pageable and _swap_by_kernel(swap.kernel, state, found, at, to, stream, (src, dst)):
-            return
-    copy_items(swap.copies, device, at, to, (src, dst), raising=False)
-
-
-def _swap_by_kernel(
-    kernel: PreparedCopy, state: DeviceState, found: AddressTable, at: I64, to: I64, stream: int, refs: object
-) -> bool:
-    with DeviceScope(state.device):
-        capturing = driver().stream_capturing(stream)
-        if kernel.choose(found.link, True, capturing, len(at)) == "copy":
-            return False
-        ends = [Operands(found.seen[k : k + 1], IndexVector(i, 0, len(i))) for k, i in enumerate((at, to))]
-        kernel.launch(state, ends[0], ends[1], len(at), stream, link=found.link, captured=capturing, refs=refs)
-    return True
+    nbytes = block_size_in_bytes
+    swap = known(("blocks", nbytes), ("src", "dst"), (src,), (dst,), lambda: _Swap(src, dst, nbytes))
+    at = page_starts(_NAMES[0], np.ascontiguousarray(mapping[:, 0]), 1, swap.limits[0], aligned=False)
+    to = page_starts(_NAMES[1], np.ascontiguousarray(mapping[:, 1]), 1, swap.limits[1], aligned=False)
+    if len(at):
+        swap(at, to, (src, dst))
 
 
 def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False) -> None:
@@ -228,7 +229,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
     with DeviceScope(device):
         if not pageable:
             sizes_there = [largest] if least == largest else _kinds(nbytes)
-            left = _by_kernel(state, found, nbytes, sizes_there, stream)
+            left = _by_kernel(state, (source, target), found, nbytes, sizes_there, stream)
             if left is not None and not left.any():
                 return
             if left is not None:
@@ -253,21 +254,27 @@ def _check_addresses(given: Descriptors) -> None:
 
 
 def _by_kernel(
-    state: DeviceState, found: tuple[AddressTable, AddressTable], nbytes: U64, kinds: list[int], stream: int
+    state: DeviceState,
+    given: tuple[U64, U64],
+    found: tuple[AddressTable, AddressTable],
+    nbytes: U64,
+    kinds: list[int],
+    stream: int,
 ) -> np.ndarray[Any, Any] | None:
-    """Copy what the kernel is faster at; which entries it left, or None for all of them."""
-    link, left = found[0].link or found[1].link, None
-    capturing = state.owner.stream_capturing(stream)
+    """Copy what is not the copy engine's; which entries it left, none for none of them, or None for all."""
+    left: np.ndarray[Any, Any] | None = None
+    capturing, one_size = state.owner.stream_capturing(stream), len(kinds) == 1
     for size in kinds:
-        copy = _pieces(size, state.device)
-        mine = None if len(kinds) == 1 else nbytes == size
-        count = len(nbytes) if mine is None else int(np.count_nonzero(mine))
-        if copy.choose(link, True, capturing, count) == "copy":
+        mine = slice(None) if one_size else nbytes == size
+        src = AddressTable(given[0][mine], found[0].seen[mine], found[0].link, found[0].edges)
+        dst = AddressTable(given[1][mine], found[1].seen[mine], found[1].link, found[1].edges)
+        call = Call(src, dst, None, None, 0, len(src.host), capturing, checked=True)
+        if not _submit(_pieces(size, state.device), state, stream, call):
             continue
-        ends = [Operands(one.seen if mine is None else one.seen[mine]) for one in found]
-        copy.launch(state, ends[0], ends[1], count, stream, link=link, captured=capturing)
-        gone = np.ones(count, bool) if mine is None else mine
-        left = ~gone if left is None else left & ~gone
+        if one_size:
+            return np.zeros(0, bool)
+        left = np.ones(len(nbytes), bool) if left is None else left
+        left[mine] = False
     return left
 
 
@@ -297,6 +304,7 @@ def _most_descriptors() -> int | None:
 def _vector(name: str, tensor: Any) -> U64:
     if not hasattr(tensor, "is_cuda"):
         raise TypeError(f"{name} is a {type(tensor).__name__}, must be a tensor")
-    if tensor.is_cuda or tensors.dtype_name(tensor) not in ("int64", "uint64"):
+    if tensor.is_cuda or (tensor.dtype not in _words and tensors.dtype_name(tensor) not in ("int64", "uint64")):
         raise RuntimeError(f"{name} must be an int64 tensor on the CPU")
+    _words.add(tensor.dtype)
     return tensors.table_array(tensor, name)

@@ -105,7 +105,7 @@ def over_bytes(shape: Shape, nbytes: int, device: int | None, pace: Pace, tick: 
                     chosen = call().engine
                     predicted = None
                     if device is not None:
-                        taken = profile_for(device).seconds(chosen, direction, fitted.run_bytes, count * item)
+                        taken = profile_for(device).seconds(chosen, direction, fitted.run_bytes, count * item).alone
                         predicted = taken * 1e6
                     rows.append(
                         {

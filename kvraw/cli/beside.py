@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import kvraw
+from kvraw import config
 from kvraw.bench.beside.arrivals import behind_stores, first_calls
 from kvraw.bench.beside.decode import DECODERS, DecodeLoop
 from kvraw.bench.beside.ground import Ground
@@ -27,7 +28,6 @@ __all__ = ["HEADER", "line", "rows", "run"]
 
 DEVICE_BYTES, HOST_BYTES = 512 << 20, 256 << 20
 MODEL = "llama-3.1-8b"
-NEIGHBOUR = "KVRAW_NEIGHBOUR"
 HEADER = (
     f"{'door':20} {'by':10} {'way':5} {'bytes':>8} {'rows':>7} {'deep':>4} {'GB/s':>6} "
     f"{'p50 %':>7} {'p99 %':>7} {'host us':>8}  alone ms"
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, st
     began = time.perf_counter()
     device, chosen = _require(options)
     if options.neighbour:
-        os.environ[NEIGHBOUR] = options.neighbour  # read when plans are made
+        os.environ[config.NEIGHBOUR.name] = options.neighbour  # read when plans are made
     modules = _modules(options)
     report: dict[str, Any] = {
         "ok": True,
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, st
         "first": None,
     }
     report["machine"]["driver"] = driver().version()
-    report["options"]["peers"] = sorted(modules)
+    report["options"] |= {"peers": sorted(modules), "neighbour": config.NEIGHBOUR.get()}
     quiet, late = options.json == "-", options.queue or options.first
     with progress("measuring") as tick:
         torch = require_torch(device, "--beside decode")

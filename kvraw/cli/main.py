@@ -135,7 +135,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     beside.add_argument("--batch", type=_positive, default=32, help="of the decode (default: %(default)s)")
     beside.add_argument("--lmcache", metavar="PATH", help="LMCache's compiled module (default: the installed one)")
     beside.add_argument("--sglang", metavar="MODULE", help="SGLang's operations (default: sgl_kernel.kvcacheio)")
-    beside.add_argument("--neighbour", choices=("busy", "idle"), help="what plans are made for")
+    beside.add_argument("--neighbour", choices=config.NEIGHBOURS, help="sets KVRAW_NEIGHBOUR, busy by default")
     beside.add_argument("--queue", action="store_true", help="a load that arrives behind 2 GiB of stores")
     beside.add_argument("--first", action="store_true", help="first calls beside a GPU that is busy for 1.5 s")
 

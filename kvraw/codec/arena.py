@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.runtime import fork
-from kvraw.runtime.context import at_reset
-from kvraw.runtime.driver import CudaDriver, driver
+from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
 
 __all__ = ["Arena", "give_arena", "offsets", "take_arena"]
 
 _ALIGNMENT = 256
-_lock = fork.lock()
-_free: weakref.WeakKeyDictionary[CudaDriver, dict[int, list[Arena]]] = weakref.WeakKeyDictionary()
-at_reset(_free.clear)
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
@@ -33,8 +28,8 @@ def offsets(sizes: Sequence[int]) -> list[int]:
 class Arena:
     """Memory of one call at a time; it grows, and what it held is lost then."""
 
-    def __init__(self, device: int) -> None:
-        self.device = device
+    def __init__(self, state: DeviceState) -> None:
+        self.state, self.device = state, state.device
         self._memory: DeviceBuffer | None = None
         self._pinned: PinnedBuffer | None = None
 
@@ -62,12 +57,11 @@ class Arena:
 
 def take_arena(device: int) -> Arena:
     """An arena of a device, to be given back with `give_arena`; one that is not given back is freed."""
-    with _lock:
-        found = _free.setdefault(driver(), {}).setdefault(device, [])
-        return found.pop() if found else Arena(device)
+    with DeviceScope(device):
+        state = device_state(device)
+    return state.take("arena", lambda: Arena(state))
 
 
 def give_arena(arena: Arena) -> None:
     """Take an arena back that no copy or kernel uses any more."""
-    with _lock:
-        _free.setdefault(driver(), {}).setdefault(arena.device, []).append(arena)
+    arena.state.give("arena", arena)

@@ -27,7 +27,7 @@ from kvraw.codec.streams import (
     scratch_sizes,
     slot_bytes,
 )
-from kvraw.copying.launch import Operation
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.stream import stream_handle
@@ -228,7 +228,7 @@ def decompress(
 
     Returns
     -------
-    numpy.ndarray or Operation
+    numpy.ndarray or Transfer
         The new array, or, with `out`, an operation to wait for.
 
     Raises
@@ -257,10 +257,10 @@ def decompress(
         symbols = memory("compressed", compressed.encoded.shape, np.uint8)
         decode(compressed.encoded, symbols)
         run(True, taken, bins, symbols, maxima, None)
-        return made if out is None else Operation()
+        return made if out is None else Transfer()
     handle = stream_handle(stream, device)
     if math.prod(compressed.shape) == 0:
-        return Operation()
+        return Transfer()
     arena = take_arena(device)
     with DeviceScope(device):
         decoded, codes, (at_maxima,) = decode_from_arena(arena, compressed.encoded, None, handle, [maxima])

@@ -6,7 +6,8 @@ from typing import Any
 
 from kvraw.codec import args, cpu, gpu
 from kvraw.codec.operands import Job
-from kvraw.copying.launch import Launch, LaunchCache, Operation, key_of
+from kvraw.copying.launch import Launch, LaunchCache, key_of
+from kvraw.copying.transfer import Transfer
 from kvraw.runtime.stream import capturing, stream_handle
 
 __all__ = ["decode_into", "encode_into", "prepare", "write_cdf"]
@@ -24,23 +25,23 @@ def prepare(what: str, flags: int, tensors: tuple[Any, ...]) -> tuple[Launch, Jo
     return (gpu.launch_of(what, job), job) if job.streams else None
 
 
-def _run(what: str, flags: int, tensors: tuple[Any, ...], stream: Any) -> Operation:
+def _run(what: str, flags: int, tensors: tuple[Any, ...], stream: Any) -> Transfer:
     """`tensors` is symbols, distributions, streams and lengths, or the first two."""
     key = key_of((what, flags), *tensors)
     launch = _launches.get(key)
     if launch is None:
         made = prepare(what, flags, tensors)
         if made is None:
-            return Operation()
+            return Transfer()
         launch, job = made
         if key is None:
             return launch.enqueue(stream_handle(stream, launch.device), (job,))
         _launches.put(key, launch)
     handle = stream_handle(stream, launch.device)
-    return Operation(launch.start(handle, tensors, capturing(handle, launch.device)))
+    return launch.run(handle, tensors, capturing(handle, launch.device))
 
 
-def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None) -> Operation:
+def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None) -> Transfer:
     """Count symbols, and write each channel's cumulative distribution.
 
     Entry b is ``(65535 - alphabet) * (symbols below b) // tokens + b``, or b where there are no tokens: every symbol
@@ -59,7 +60,7 @@ def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None
 
     Returns
     -------
-    Operation
+    Transfer
         On a GPU, its `wait` raises what the kernel found.
 
     Raises
@@ -78,7 +79,7 @@ def write_cdf(symbols: Any, out: Any, *, clamp: bool = False, stream: Any = None
     return _run("cdf", args.CLAMP if clamp else 0, (symbols, out), stream)
 
 
-def encode_into(cdf: Any, symbols: Any, out: Any, lengths: Any, *, stream: Any = None) -> Operation:
+def encode_into(cdf: Any, symbols: Any, out: Any, lengths: Any, *, stream: Any = None) -> Transfer:
     """Code each channel into its slot of a buffer.
 
     Parameters
@@ -96,7 +97,7 @@ def encode_into(cdf: Any, symbols: Any, out: Any, lengths: Any, *, stream: Any =
 
     Returns
     -------
-    Operation
+    Transfer
         To wait for; on a GPU, its `wait` raises what the kernel found.
 
     Raises
@@ -119,7 +120,7 @@ def encode_into(cdf: Any, symbols: Any, out: Any, lengths: Any, *, stream: Any =
     return _run("encode", 0, (symbols, cdf, out, lengths), stream)
 
 
-def decode_into(cdf: Any, data: Any, lengths: Any, out: Any, *, packed: bool = False, stream: Any = None) -> Operation:
+def decode_into(cdf: Any, data: Any, lengths: Any, out: Any, *, packed: bool = False, stream: Any = None) -> Transfer:
     """Decode each channel.
 
     Parameters
@@ -139,7 +140,7 @@ def decode_into(cdf: Any, data: Any, lengths: Any, out: Any, *, packed: bool = F
 
     Returns
     -------
-    Operation
+    Transfer
         To wait for; on a GPU, its `wait` raises what the kernel found.
 
     Raises

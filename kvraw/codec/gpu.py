@@ -8,7 +8,8 @@ from typing import Any
 from kvraw.codec import args
 from kvraw.codec.operands import Job
 from kvraw.copying.kernel_args import divider
-from kvraw.copying.launch import Launch, Operation
+from kvraw.copying.launch import Launch
+from kvraw.copying.transfer import Transfer
 from kvraw.ptx.loader import read_ptx
 from kvraw.runtime.module import ArgumentBlock, Kernel
 
@@ -56,17 +57,17 @@ def launch_of(what: str, job: Job) -> Launch:
     return Launch(job.device, stream_kernel(what, size), fill(job), ctas, threads, error, TENSORS)
 
 
-def run_job(what: str, job: Job, stream: int, refs: tuple[object, ...] = (), on_done: Any = None) -> Operation:
+def run_job(what: str, job: Job, stream: int, refs: tuple[object, ...] = (), on_done: Any = None) -> Transfer:
     """Enqueue "cdf", "encode" or "decode"."""
     if job.streams == 0:
-        return Operation()
+        return Transfer()
     return launch_of(what, job).enqueue(stream, (job, *refs), on_done=on_done)
 
 
-def run_pack(job: Job, ends: int, packed: int, size: int, stream: int, refs: tuple[object, ...] = ()) -> Operation:
+def run_pack(job: Job, ends: int, packed: int, size: int, stream: int, refs: tuple[object, ...] = ()) -> Transfer:
     """Enqueue the move of a job's streams to `packed`, by the int64 inclusive prefix sums at `ends`."""
     if job.streams == 0:
-        return Operation()
+        return Transfer()
     assert job.device is not None
     block = fill(job)
     block.record["ends"], block.record["packed"], block.record["packed_size"] = ends, packed, size

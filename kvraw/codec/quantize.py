@@ -16,7 +16,8 @@ from kvraw.checks import integer
 from kvraw.codec import args
 from kvraw.codec.operands import MOST_SYMBOLS, common_device, take
 from kvraw.copying.cpu import in_parts
-from kvraw.copying.launch import Launch, Operation
+from kvraw.copying.launch import Launch
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, KvrawError, LayoutError
 from kvraw.ptx.loader import read_ptx
 from kvraw.runtime import fork
@@ -119,7 +120,7 @@ def run(
     maxima: Any,
     stream: Any,
     on_done: Callable[[], None] | None = None,
-) -> Operation:
+) -> Transfer:
     """Quantize, or go back; ``on_done()`` is called when a GPU is through with it."""
     view = chunk.view
     layers, tokens, channels = view.shape
@@ -135,7 +136,7 @@ def run(
     rows = layers * tokens
     if device is None:
         if rows == 0 or channels == 0:
-            return Operation()
+            return Transfer()
         counts = np.array([tokens, channels, view.strides[0] // itemsize, view.strides[1] // itemsize], np.int64)
         kernel = _cpu_kernels().dequantize if back else _cpu_kernels().quantize
         values, codes = host_bytes(view).view(array_type), host_bytes(q)
@@ -149,10 +150,10 @@ def run(
         in_parts(work, rows, rows * channels // _SPLIT_VALUES)
         if bad:
             raise _not_finite(args.NOT_FINITE, *divmod(min(bad), tokens))
-        return Operation()
+        return Transfer()
     handle = stream_handle(stream, device)
     if rows == 0 or channels == 0:
-        return Operation()
+        return Transfer()
     block = ArgumentBlock(args.QUANTIZE)
     r = block.record[0]
     r["values"], r["symbols"], r["maxima"] = view.address, q.address, m.address
@@ -166,7 +167,7 @@ def run(
 
 def quantize_into(
     chunk: Any, bins: int | Sequence[int], symbols: Any, maxima: Any, *, dtype: str | None = None, stream: Any = None
-) -> Operation:
+) -> Transfer:
     """Turn a KV chunk into symbols.
 
     With ``middle = bins // 2 - 1``, a value becomes ``round(value * (middle / maximum) + middle)``, in fp32, where the
@@ -189,13 +190,13 @@ def quantize_into(
 
     Returns
     -------
-    Operation
+    Transfer
         To wait for; on a GPU, its `wait` raises what the kernel found.
 
     Raises
     ------
     BoundsError
-        The chunk holds an infinity or a NaN (on a GPU, from `Operation.wait`), or bins are outside their bounds.
+        The chunk holds an infinity or a NaN (on a GPU, from `Transfer.wait`), or bins are outside their bounds.
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit.
 
@@ -212,7 +213,7 @@ def quantize_into(
 
 def dequantize_into(
     symbols: Any, maxima: Any, bins: int | Sequence[int], chunk: Any, *, dtype: str | None = None, stream: Any = None
-) -> Operation:
+) -> Transfer:
     """Turn symbols back: ``(symbol - middle) / middle * maximum``, in fp32, rounded to the chunk's type.
 
     Parameters
@@ -224,7 +225,7 @@ def dequantize_into(
 
     Returns
     -------
-    Operation
+    Transfer
         To wait for; on a GPU, its `wait` raises what the kernel found.
 
     Raises

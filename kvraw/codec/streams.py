@@ -16,7 +16,7 @@ from kvraw.codec.encoded import Encoded
 from kvraw.codec.limit import new_array
 from kvraw.codec.operands import MOST_SYMBOLS, Job, common_device, take
 from kvraw.copying.device_state import device_state
-from kvraw.copying.launch import Operation
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -154,7 +154,7 @@ def encode_from_arena(
             table = dense(at_cdf, (layers, channels, width), 2, device, arena)
             counted = gpu.run_job("cdf", Job(symbols, table, None, None, flags, device), stream)
         else:
-            table, counted = take("cdf", cdf, 3, ("int16", "uint16"), 2), Operation()
+            table, counted = take("cdf", cdf, 3, ("int16", "uint16"), 2), Transfer()
         out = dense(slots, (layers, channels, row), 1, device, arena)
         into = dense(at_lengths, (layers, channels), 4, device, arena)
         job = Job.make(symbols, table, out, into, out="out", flags=flags)
@@ -201,7 +201,7 @@ def decode(encoded: Encoded, out: Any = None, *, limit: int | None = None, strea
 
     Returns
     -------
-    numpy.ndarray or Operation
+    numpy.ndarray or Transfer
         The new array, or, with `out`, an operation to wait for.
 
     Raises
@@ -222,16 +222,16 @@ def decode(encoded: Encoded, out: Any = None, *, limit: int | None = None, strea
     device = common_device({"out": view})
     if device is None:
         cpu.run_job("decode", Job.make(view, encoded.cdf, encoded.data, encoded.ends, flags=args.PACKED))
-        return made if out is None else Operation()
+        return made if out is None else Transfer()
     if encoded.ends.size == 0:
-        return Operation()
+        return Transfer()
     handle, arena = stream_handle(stream, device), take_arena(device)
     return decode_from_arena(arena, encoded, view, handle, [], lambda: give_arena(arena))[0]
 
 
 def decode_from_arena(
     arena: Arena, encoded: Encoded, out: TensorView | None, stream: int, more: list[Any], on_done: Any = None
-) -> tuple[Operation, TensorView, list[int]]:
+) -> tuple[Transfer, TensorView, list[int]]:
     """Decode on a GPU; without `out`, into the arena. `more` arrays are sent to the device along with the streams."""
     layers, _, channels = encoded.shape
     arrays = [encoded.data, encoded.ends, encoded.cdf, *more]

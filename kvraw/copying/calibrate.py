@@ -135,7 +135,7 @@ def _latencies(device: int, curves: dict[str, Curve], tick: Tick) -> dict[str, f
                 work = transfer.work(engine, direction)
                 settle = transfer.stream.synchronize
                 seconds = host_seconds(lambda w=work: w().wait(), settle, PACE)  # type: ignore[misc]
-                rest.append(seconds - zero.seconds(engine, direction, run, transfer.nbytes))
+                rest.append(seconds - zero.seconds(engine, direction, run, transfer.nbytes).alone)
             out[engine] = round(max(statistics.mean(rest) * 1e6, 0.1), 2)
     return out
 

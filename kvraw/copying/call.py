@@ -94,7 +94,7 @@ class Call:
 
     def side(self, at: int, *, on_device: bool) -> Operands:
         """The source (0) or the destination (1), as the device or the host knows its addresses."""
-        table, index = self.tables[at], self.indices[at]
+        table, index = (self.dst, self.dst_index) if at else (self.src, self.src_index)
         if not isinstance(table, AddressTable):
             return Operands(_NONE, index, table)
         if on_device:

@@ -13,8 +13,8 @@ from kvraw.copying.call import Call
 from kvraw.copying.device_state import DeviceState
 from kvraw.copying.kernel import kernels_barred
 from kvraw.copying.plan import CopyPlan, Side
-from kvraw.copying.planner import DIRECTIONS, Choice, Profile, best, profile_for
-from kvraw.copying.staged_items import packed_side
+from kvraw.copying.planner import DIRECTIONS, Choice, Profile, RateLimit, Seconds, best, profile_for
+from kvraw.copying.staged_cuts import MOST_BASES, packed_side
 from kvraw.errors import DriverError, PlacementError
 
 __all__ = ["Chooser", "chunk_bytes", "joined_items"]
@@ -75,10 +75,22 @@ class Chooser:
         `engine` is a wish: where it cannot carry a call out, another does.
     ctas : int, optional
         Most thread blocks; 0: no kernel at all.
+    limit : RateLimit, optional
+        Whether the GPU has other work, from which the copy is to take little, and the bytes a second that it may move;
+        default: that of `KVRAW_NEIGHBOUR`.
     """
 
-    def __init__(self, plan: CopyPlan, engine: str, *, where_possible: bool = False, ctas: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: CopyPlan,
+        engine: str,
+        *,
+        where_possible: bool = False,
+        ctas: int | None = None,
+        limit: RateLimit | None = None,
+    ) -> None:
         self.plan, self.engine, self._where_possible, self._ctas = plan, engine, where_possible, ctas
+        self.limit = RateLimit.of(None) if limit is None else limit
         src, dst = plan.src, plan.dst
         self._negative = src.skip_negative, dst.skip_negative
         self._page = max(src.page, dst.page)
@@ -87,7 +99,7 @@ class Chooser:
         self.chunk_bytes = {"store": chunk_bytes(plan, dst), "load": chunk_bytes(plan, src)}
         self._moves: dict[str, tuple[int, _Joins]] = {}
         self._choices: dict[tuple[object, ...], Choice] = {}
-        self._open: set[tuple[object, ...]] = set()  # what depends on which items are neighbours
+        self._varying: set[tuple[object, ...]] = set()  # keys of calls whose engine depends on neighbouring items
         self._fixed = Choice(engine, "asked for", 0.0) if engine in ("kernel", "copy") and ctas != 0 else None
 
     def choose(self, state: DeviceState, call: Call) -> Choice:
@@ -111,12 +123,12 @@ class Chooser:
         choice = self._choices.get(key)
         if choice is not None:
             return choice
-        if key not in self._open:
+        if key not in self._varying:
             most = call.count if known and call.count > 1 else 1
             found = self._decide(state, call, gaps, (most, most), " at best" if self._joins.run(most) > 1 else "")
             if not self._depends(found.engine, call):
                 return self._keep(key, found)  # however neighbouring the items are
-            self._open.add(key)
+            self._varying.add(key)
         ids = [None if i is None or i.host is None else i.host[call.first : call.end] for i in call.indices]
         both = joined_items(call.count, *ids) if known else 1
         joined = both, joined_items(call.count, ids[links.index(True)]) if True in links else 1
@@ -159,7 +171,7 @@ class Chooser:
     def _keep(self, key: tuple[object, ...], choice: Choice) -> Choice:
         if len(self._choices) > _MOST:
             self._choices.clear()
-            self._open.clear()
+            self._varying.clear()
         self._choices[key] = choice
         return choice
 
@@ -174,8 +186,9 @@ class Chooser:
         if not way:
             return 0
         host, other = (1, 0) if way == "store" else (0, 1)
-        fits = call.indices[host] is None and call.indices[other] is not None
-        return self.chunk_bytes[way] if fits and type(call.tables[other]) is AddressTable else 0
+        table = call.tables[other]
+        fits = call.indices[host] is None and call.indices[other] is not None and isinstance(table, AddressTable)
+        return self.chunk_bytes[way] if fits and len(table) <= MOST_BASES else 0
 
     def _host_side(self, way: str) -> Side:
         return self.plan.dst if way == "store" else self.plan.src
@@ -224,12 +237,15 @@ class Chooser:
         begin = -(-call.first // page)
         return begin, max(0, call.end // page - begin)
 
-    def _seconds(self, profile: Profile, call: Call, joined: tuple[int, int]) -> dict[str, float]:
+    def _seconds(self, profile: Profile, call: Call, joined: tuple[int, int], rate: float) -> dict[str, Seconds]:
+        """Per engine, the time that a call takes by the model, and what it costs with what others lose by it."""
         plan, way = self.plan, self.way(call)
-        nbytes, run = call.count * plan.item_bytes, plan.run_bytes
+        nbytes, run, busy = call.count * plan.item_bytes, plan.run_bytes, self.limit.busy and bool(way)
 
-        def seconds(engine: str, run: int) -> float:
-            return max(profile.seconds(engine, d, run, nbytes) for d in ((way,) if way else DIRECTIONS))
+        def seconds(engine: str, run: int) -> Seconds:
+            return max(
+                profile.seconds(engine, d, run, nbytes, rate, busy=busy) for d in ((way,) if way else DIRECTIONS)
+            )
 
         found = {
             "kernel": seconds("kernel", run),
@@ -249,9 +265,13 @@ class Chooser:
         joined: tuple[int, int],
         copy_note: str = "",
     ) -> Choice:
-        profile = profile_for(state.device)
-        seconds = self._seconds(profile, call, joined)
+        profile, way = profile_for(state.device), self.way(call)
+        rate = self.limit.rate(state.device, way) if way else 0.0
+        seconds = self._seconds(profile, call, joined, rate)
+        busy = self.limit.busy and bool(way)
         barred = {}
+        if self.limit.most and way:
+            barred["copy"] = barred["staged"] = "max_rate is kept by kernels alone"
         if not (call.src.link or call.dst.link):
             barred["copy"] = "both sides are device memory"
         if not (call.host_ids and call.host_tables):
@@ -268,7 +288,7 @@ class Chooser:
         if self._where_possible and named in barred:
             named = "auto"
         named = "copy" if named == "auto" and ("kernel" in barred and "staged" in barred) else named
-        found = best({e: s for e, s in seconds.items() if e not in barred} or seconds)
+        found = best({e: s for e, s in seconds.items() if e not in barred} or seconds, busy=busy)
         reason = "asked for"
         if named == "auto" and found != "copy" and (no_kernel := kernels_barred(state.owner, self.plan.width())):
             named, reason = "copy", no_kernel
@@ -278,7 +298,7 @@ class Chooser:
             ends = named == "staged" and bool(self.rows(call)) and not self.whole_chunks(call)[1]  # by the kernel
             if named in barred and not soft and not ends:
                 raise PlacementError(f"engine is {named!r}, but {barred[named]}")
-            return Choice(named, reason, seconds[named] * 1e6)
+            return Choice(named, reason, seconds[named].alone * 1e6, rate if named == "kernel" else 0.0)
         if found == "staged":
             try:
                 state.arena.ring(self.way(call))  # takes the device memory: only where it is to be used
@@ -286,11 +306,16 @@ class Chooser:
                 if isinstance(error, DriverError) and error.name != "CUDA_ERROR_OUT_OF_MEMORY":
                     raise
                 barred["staged"] = str(error)
-                found = best({e: s for e, s in seconds.items() if e not in barred})
+                found = best({e: s for e, s in seconds.items() if e not in barred}, busy=busy)
         others = [
-            f"{e} {barred[e]}" if e in barred else f"{e} {s * 1e6:.0f} us{copy_note if e == 'copy' else ''}"
+            f"{e} {barred[e]}" if e in barred else f"{e} {s.alone * 1e6:.0f} us{copy_note if e == 'copy' else ''}"
             for e, s in seconds.items()
             if e != found
         ]
         why = "the fastest by the model, a kernel only by a margin"
-        return Choice(found, f"{why} ({profile.source}); {'; '.join(others)}", seconds[found] * 1e6)
+        if busy:
+            why = "the cheapest by the model, beside other work"
+        rate = rate if found == "kernel" else 0.0
+        kept = f", at {rate / 1e9:.0f} GB/s" if rate else ""
+        why = f"{why}{kept} ({profile.source}); {'; '.join(others)}"
+        return Choice(found, why, seconds[found].alone * 1e6, rate)

@@ -13,39 +13,55 @@ from numba.core import types
 
 from kvraw.runtime.jit import jit
 
-__all__ = ["entry_point"]
+__all__ = ["entry_point", "put", "up_to"]
 
 
-def _cuts_source(cuts: Any, begin: Any, end: Any) -> Any:
-    """The first of some ascending addresses strictly inside a range; 0: none."""
-    low, high = 0, len(cuts)
+def _up_to_source(values: Any, address: Any) -> Any:
+    """How many of some ascending addresses are at most this one."""
+    low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
-        if cuts[middle] <= begin:
+        if values[middle] <= address:
             low = middle + 1
         else:
             high = middle
-    if low < len(cuts) and cuts[low] < end:
-        return cuts[low]
-    return 0
+    return low
 
 
-_cut = jit(_cuts_source, nogil=False, error_model="numpy")
+up_to = jit(_up_to_source, nogil=False, error_model="numpy")
 
 
-def _stands_source(apart: Any, address: Any) -> Any:
+def _stands_source(values: Any, address: Any) -> Any:
     """Whether an address is among some ascending ones."""
-    low, high = 0, len(apart)
-    while low < high:
-        middle = (low + high) // 2
-        if apart[middle] < address:
-            low = middle + 1
-        else:
-            high = middle
-    return low < len(apart) and apart[low] == address
+    n = up_to(values, address)
+    return n > 0 and values[n - 1] == address
 
 
 _stands = jit(_stands_source, nogil=False, error_model="numpy")
+
+
+def _put_source(dst: Any, src: Any, left: Any, cuts: Any, out: Any, n: Any) -> Any:
+    """Write a copy to `out` from row `n` on, in parts that span no cut; the row behind it, -1: there is none."""
+    while left != 0:
+        if n == out.shape[1]:
+            return -1
+        size = left
+        if len(cuts):
+            at = up_to(cuts, src)
+            if at < len(cuts) and cuts[at] < src + size:
+                size = cuts[at] - src
+            at = up_to(cuts, dst)
+            if at < len(cuts) and cuts[at] < dst + size:
+                size = cuts[at] - dst
+        out[0, n], out[1, n], out[2, n] = dst, src, size
+        n += 1
+        src += size
+        dst += size
+        left -= size
+    return n
+
+
+put = jit(_put_source, nogil=False, error_model="numpy")
 
 
 def _enumerate_source(
@@ -68,7 +84,7 @@ def _enumerate_source(
     items, bytes of a run and copies that `out` has room for. `groups` has five rows, of at least `count` items: entries
     and offsets of both sides, and bytes. Addresses are int64 here; they wrap around as unsigned ones do.
     """
-    first, count, run, capacity = parameters[0], parameters[1], parameters[2], parameters[3]
+    first, count, run = parameters[0], parameters[1], parameters[2]
     src_tables = dst_tables = False
     steps = 1
     for d in range(len(dims)):
@@ -129,22 +145,9 @@ def _enumerate_source(
                     n -= 1
                     left += out[2, n]
                     src, dst = out[1, n], out[0, n]
-            while left:
-                if n == capacity:
-                    return -1
-                size = left
-                if len(cuts):
-                    edge = _cut(cuts, src, src + left)
-                    if edge:
-                        size = edge - src
-                    edge = _cut(cuts, dst, dst + size)
-                    if edge:
-                        size = edge - dst
-                out[0, n], out[1, n], out[2, n] = dst, src, size
-                n += 1
-                src += size
-                dst += size
-                left -= size
+            n = put(dst, src, left, cuts, out, n)
+            if n < 0:
+                return -1
     return n
 
 

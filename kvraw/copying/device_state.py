@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,11 +17,14 @@ from kvraw.runtime import fork
 from kvraw.runtime.completion import CompletionQueue
 from kvraw.runtime.context import DeviceScope, generation, reset_error, tie
 from kvraw.runtime.driver import CudaDriver, driver
-from kvraw.runtime.host.registration import cut_book
+from kvraw.runtime.host.registration import cut_list
 from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer, known_memory
 from kvraw.runtime.stream import Stream
 
 __all__ = ["DeviceState", "Upload", "device_state", "drain"]
+
+
+T = TypeVar("T")
 
 
 def _words(buffer: PinnedBuffer, count: int) -> U64:
@@ -63,10 +67,10 @@ class DeviceState:
         self.fences: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
         self._lock = fork.lock()
         self._side: dict[str, Stream] = {}
-        self._uploads: dict[int, list[Upload]] = defaultdict(list)
+        self.idle: defaultdict[object, list[Any]] = defaultdict(list)  # memory for the next call, by its kind
         self.generation = generation(device)
         self.was_reset = False  # the context was reset
-        self.cuts = cut_book(d)
+        self.cuts = cut_list(d)
         self.memory = known_memory(d)
         tie(self)
 
@@ -105,22 +109,30 @@ class DeviceState:
         for direction in ("store", "load", "copy"):
             self.side_stream(direction)
 
+    def take(self, kind: object, make: Callable[[], T]) -> T:
+        """Memory of a kind that nobody uses, to be given back with `give`; made where there is none."""
+        try:
+            return self.idle[kind].pop()  # type: ignore[no-any-return]
+        except IndexError:
+            return make()
+
+    def give(self, kind: object, memory: object) -> Exception | None:
+        """Take memory back that no copy or kernel uses any more."""
+        self.idle[kind].append(memory)
+        return None
+
     def take_upload(self, words: int) -> Upload:
         """Buffers for at least this many words, to be given back with `give_upload`."""
         size = max(1024, 1 << (words - 1).bit_length())
-        with self._lock:
-            if self._uploads[size]:
-                return self._uploads[size].pop()
-        return Upload(size, self.device)
+        return self.take(size, lambda: Upload(size, self.device))
 
     def give_upload(self, upload: Upload) -> Exception | None:
         """Take buffers back that no copy or kernel uses any more."""
-        with self._lock:
-            self._uploads[len(upload.words)].append(upload)
-        return None
+        return self.give(len(upload.words), upload)
 
 
 _lock = fork.lock()
+_NONE: dict[int, Any] = {}
 
 
 def _states(d: CudaDriver) -> dict[int, DeviceState]:
@@ -141,7 +153,7 @@ def drain() -> None:
 def device_state(device: int) -> DeviceState:
     """The state of a device; its context is current."""
     d = driver()
-    found = _states(d).get(device)
+    found: DeviceState | None = vars(d).get("device_states", _NONE).get(device)
     if found is None:
         with _lock:
             found = _states(d).setdefault(device, DeviceState(device))

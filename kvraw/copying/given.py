@@ -31,16 +31,11 @@ def _compile() -> _Functions:
 COMPILED: Compiled[_Functions] = Compiled("vectors of callers are looked through", _compile)
 
 
-def _functions() -> _Functions | None:
-    if COMPILED.entry is None:
-        COMPILED.start()
-    return COMPILED.entry
-
-
 def extremes(values: U64) -> tuple[int, int]:
     """The least and the largest of some values, at least one."""
-    made = _functions()
+    made = COMPILED.entry
     if made is None:
+        COMPILED.start()
         return int(values.min()), int(values.max())
     found: U64 = np.empty(2, np.uint64)
     made.extremes(values, found)
@@ -57,7 +52,7 @@ def page_starts(name: str, values: I64, page: int, limit: int, *, aligned: bool)
         outside.
     """
     out: I64 = np.empty(len(values) // page, np.int64)
-    made = _functions()
+    made = COMPILED.entry
     wrong = (_page_starts_slowly if made is None else made.page_starts)(values, page, aligned, limit, out)
     if wrong < 0:
         return out
@@ -70,6 +65,7 @@ def page_starts(name: str, values: I64, page: int, limit: int, *, aligned: bool)
 
 
 def _page_starts_slowly(values: I64, page: int, aligned: bool, limit: int, out: I64) -> int:
+    COMPILED.start()
     pages, first = values.reshape(-1, page), values[::page]
     right = (pages[:, 1:] - pages[:, :-1] == 1).all(1)
     out[:] = first // page if aligned else first
@@ -87,9 +83,10 @@ def first_uncovered(addresses: U64, sizes: U64, begin: int, starts: U64, stops: 
     Those that hold ranges are marked in `met`, of uint8. A range of no bytes lies anywhere; `sizes` holds one for all,
     or one each.
     """
-    made = _functions()
+    made = COMPILED.entry
     if made is not None:
         return int(made.cover(addresses, sizes, begin, starts, stops, met))
+    COMPILED.start()
     if not len(starts):
         some = np.flatnonzero(np.broadcast_to(sizes, addresses.shape)[begin:])
         return begin + int(some[0]) if len(some) else -1
@@ -106,8 +103,9 @@ def first_uncovered(addresses: U64, sizes: U64, begin: int, starts: U64, stops: 
 
 def join(d: Descriptors, cuts: U64) -> Descriptors:
     """Copies with neighbours joined and none that spans one of some ascending addresses; those of no bytes left out."""
-    made = _functions()
+    made = COMPILED.entry
     if made is None:
+        COMPILED.start()
         kept = d.sizes > 0
         if not kept.all():
             d = Descriptors(d.dst[kept], d.src[kept], d.sizes[kept])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba.core import types
 
+from kvraw.copying.descriptors_numba import put, up_to
 from kvraw.runtime.jit import jit
 
 __all__ = ["cover", "extremes", "join", "page_starts"]
@@ -44,13 +44,7 @@ def _cover_source(addresses: Any, sizes: Any, begin: Any, starts: Any, stops: An
         if size == 0:
             continue
         if last < 0 or address < starts[last] or address >= stops[last]:
-            low, high = 0, len(starts)
-            while low < high:
-                middle = (low + high) // 2
-                if starts[middle] <= address:
-                    low = middle + 1
-                else:
-                    high = middle
+            low = up_to(starts, address)
             if low == 0 or address >= stops[low - 1]:
                 return k
             last = low - 1
@@ -60,27 +54,12 @@ def _cover_source(addresses: Any, sizes: Any, begin: Any, starts: Any, stops: An
     return -1
 
 
-def _cut_source(cuts: Any, begin: Any, end: Any) -> Any:
-    """The first of some ascending addresses strictly inside a range; 0: none."""
-    low, high = 0, len(cuts)
-    while low < high:
-        middle = (low + high) // 2
-        if cuts[middle] <= begin:
-            low = middle + 1
-        else:
-            high = middle
-    return cuts[low] if low < len(cuts) and cuts[low] < end else np.uint64(0)
-
-
-_cut = jit(_cut_source, nogil=False)
-
-
 def _join_source(dst: Any, src: Any, sizes: Any, cuts: Any, out: Any) -> Any:
     """Copies with neighbours joined, as far as no cut is between them, and cut; -1 where `out` is too short.
 
     What ascends is joined, and what descends; entries of no bytes are left out.
     """
-    n, k, count, capacity = 0, 0, len(sizes), out.shape[1]
+    n, k, count = 0, 0, len(sizes)
     while k < count:
         to, at, size = dst[k], src[k], sizes[k]
         k += 1
@@ -95,22 +74,9 @@ def _join_source(dst: Any, src: Any, sizes: Any, cuts: Any, out: Any) -> Any:
                     to, at = dst[k], src[k]
                     size += sizes[k]
                 k += 1
-        while size != 0:
-            if n == capacity:
-                return -1
-            part = size
-            if len(cuts):
-                edge = _cut(cuts, at, at + part)
-                if edge != 0:
-                    part = edge - at
-                edge = _cut(cuts, to, to + part)
-                if edge != 0:
-                    part = edge - to
-            out[0, n], out[1, n], out[2, n] = to, at, part
-            n += 1
-            to += part
-            at += part
-            size -= part
+        n = put(to, at, size, cuts, out, n)
+        if n < 0:
+            return -1
     return n
 
 

@@ -9,12 +9,11 @@ import numpy as np
 from kvraw.arrays import U64
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import DeviceState
-from kvraw.copying.kernel import KernelPlan, launch_shape, set_pace
+from kvraw.copying.kernel import KernelPlan, launch_shape
 from kvraw.copying.operands import DeviceTable
 from kvraw.errors import BoundsError
 from kvraw.runtime import fork
 from kvraw.runtime.completion import Completion
-from kvraw.runtime.module import ArgumentBlock
 from kvraw.runtime.program import Commands, Program, Value
 
 __all__ = ["IndexedLaunch"]
@@ -84,43 +83,32 @@ class IndexedLaunch:
         link: bool = True,
         bits: int = 0,
         asks: bool = False,
-        rate: float = 0.0,
-        way: str = "store",
+        rate: float | None = None,
+        way: str = "",
     ) -> None:
         self._state, self.plan, self._lock = state, plan, fork.lock()
-        block = self._block = ArgumentBlock(ka.ARGS)
-        ka.fill_plan(block.record, plan.plan)
-        long, short = block.record.view(np.uint64), block.record.view(np.uint32)
-        at, self._table, self._first = 0, 0, 0
-        for k, (table, side) in enumerate(zip(tables, (plan.plan.src_flat, plan.plan.dst_flat), strict=True)):
-            flags = ka.SKIP_NEGATIVE * side.skip_negative
-            if widths[k]:
-                flags |= (ka.INDEX_I64 if widths[k] == 8 else ka.INDEX_I32) | ka.CHECK * plan.check
-            if isinstance(table, DeviceTable):
-                long[ka.TABLE[k]] = table.address
-                bits |= table.bits
-            else:
-                entries = table if isinstance(table, int) else len(table)
-                if at + entries > ka.WORDS:
-                    raise BoundsError(f"tables have {at + entries} base addresses, must have at most {ka.WORDS}")
-                flags |= ka.TABLE_INLINE
-                long[ka.TABLE[k]] = at
-                if isinstance(table, int):
-                    self._table = ka.WORDS_AT + at
-                else:
-                    long[ka.WORDS_AT + at : ka.WORDS_AT + at + entries] = table
-                    bits |= int(np.bitwise_or.reduce(table))
-                at += entries
-            short[ka.FLAGS[k]] = flags
-        width = plan.plan.width(bits)
-        self._per_item = plan.plan.runs_per_item * ka.fill_width(block.record, plan.plan, width)
-        self._long: U64 = long
-        self._words: memoryview[int] = memoryview(block.record.view("u1").data).cast("B").cast("Q")
+        for table in tables:
+            if not isinstance(table, int):
+                bits |= table.bits if isinstance(table, DeviceTable) else int(np.bitwise_or.reduce(table))
+        if rate is None:
+            rate = plan.limit.rate(state.device, way) if link else 0.0
+        indexed = [k for k in (0, 1) if widths[k]]
+        launch = plan.bind(state, tables, indexed, 0, 1, bits, link=link, width=widths, rate=rate, way=way)
+        if launch is None:
+            entries = sum(t if isinstance(t, int) else len(t) for t in tables if not isinstance(t, DeviceTable))
+            raise BoundsError(f"tables have {entries} base addresses, must have at most {ka.WORDS}")
+        block, self._first = launch.block, 0
+        self._block, self._kernel, self._long = block, launch.kernel, block.words
+        given = [at for at, table in zip(launch.table_addresses, tables, strict=True) if isinstance(table, int)]
+        self._table = (given[0] - block.start) // 8 if given else 0
+        self._per_item = int(block.words[ka.SEGMENTS])
+        self._words: memoryview[int] = memoryview(block.words.view("u1").data).cast("B").cast("Q")
         self._index = tuple(ka.INDEX[k] if widths[k] else -1 for k in (0, 1))
         self._most, self._count, self._grid = plan.most_ctas(link, state.multiprocessors, rate > 0), -1, (0, 0)
         c = Commands()
         stream, event, ctas, threads = c.value(), c.value(), c.value(), c.value()
         self._asked = -1
+        c.on_device(state.device)
         c.uncaptured(stream)
         if asks:
             asked: Value = c.value(2)
@@ -128,7 +116,6 @@ class IndexedLaunch:
             c.same_memory(asked, Value(asked.index + 1))
         for address, number in pinned:
             c.same_memory(address, number)
-        self._kernel = set_pace(block, width, state, rate, way).handle_for(state.owner)
         self._jobs: dict[int, tuple[int, int, int]] = {}
         c.launch(self._kernel, ctas, threads, stream, block.address)
         c.record(event, stream)
@@ -165,8 +152,8 @@ class IndexedLaunch:
             stream, or the pinned memory is no longer what it was.
         """
         state, program = self._state, self._program
-        if state.owner.context_device() != state.device:  # ahead of all: events are made in the current context
-            return None
+        if not state.completions.events and state.owner.context_device() != state.device:
+            return None  # ahead of all: an event would be made in the current context
         operation = state.completions.begin(stream)
         try:
             status = 0
@@ -197,16 +184,15 @@ class IndexedLaunch:
                 operation.recorded = program.run()
             if operation.recorded:
                 return operation.commit(refs)
-            operation.enqueued.clear()
+            operation.abandon()
+            return None
         except BaseException:
             operation.abort()
             raise
-        operation.abort()
-        return None
 
     def add_to(self, c: Commands, stream: Value, job: Value) -> None:
         """Add the launch to other commands, whose `JOB` values from `job` on are what `job` returns."""
-        start, at = int(self._block.record.ctypes.data), job.index
+        start, at = self._block.start, job.index
         c.write(start + 8 * max(self._index), job.address, 1)
         c.write(start + 8 * ka.SEGMENTS, Value(at + 1).address, 3)
         c.launch(self._kernel, Value(at + 4), Value(at + 5), stream, self._block.address)

@@ -14,9 +14,10 @@ from kvraw import config
 from kvraw.arrays import U64
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import DeviceState, Upload
-from kvraw.copying.operands import Operands
+from kvraw.copying.operands import DeviceTable, Operands
 from kvraw.copying.pace import SLACK, require_rate
 from kvraw.copying.plan import CopyPlan
+from kvraw.copying.planner import RateLimit
 from kvraw.errors import BoundsError, UnsupportedDriverError
 from kvraw.ptx.loader import read_ptx
 from kvraw.runtime import fork
@@ -99,8 +100,9 @@ def set_pace(block: ArgumentBlock, width: int, state: DeviceState, rate: float, 
     require_rate(rate)
     if rate:
         words = block.record.view(np.uint64)
-        words[ka.PACE], words[ka.PACE_SLACK] = state.paces.address(way), SLACK * ka.TICKS
-        block.record.view(np.uint32)[ka.PACE_COST] = ka.pace_cost(block.record, width, rate)
+        cost = ka.pace_cost(block.record, width, rate)
+        words[ka.PACE], words[ka.PACE_COST] = state.paces.address(way or "store"), cost
+        words[ka.PACE_SLACK] = SLACK * ka.TICKS
     return copy_kernel(width, rate > 0)
 
 
@@ -109,6 +111,8 @@ class BoundLaunch:
 
     Attributes
     ----------
+    block : ArgumentBlock
+        The arguments.
     kernel, ctas, threads, params : int
         What the driver takes.
     index_addresses : list of int
@@ -117,29 +121,17 @@ class BoundLaunch:
     status_address : int
         Where the address of the status words is to be written.
     table_addresses : list of int
-        Where the tables of source and destination are to be written, for those that were not given.
-    table_offset : int
-        What is to be added to addresses for the table that was not given.
+        Where the tables of source and destination are to be written, for those that were not given; or the address of
+        one that the device has.
     count : int
         Ids.
     pace_address : int
-        Where the 32-bit word of the pace lies, which `pace_word` gives; of use to a launch that was bound with a rate.
+        Where the word of the pace lies, which `pace_word` gives; of use to a launch that was bound with a rate.
     """
 
     __slots__ = (
-        *(
-            "_block",
-            "_width",
-            "pace_address",
-            "count",
-            "ctas",
-            "index_addresses",
-            "kernel",
-            "params",
-            "status_address",
-            "table_addresses",
-        ),
-        *("table_offset", "threads"),
+        *("block", "_width", "count", "ctas", "index_addresses", "kernel", "pace_address", "params"),
+        *("status_address", "table_addresses", "threads"),
     )
 
     def __init__(
@@ -153,17 +145,15 @@ class BoundLaunch:
         width: int,
     ) -> None:
         self._width = width
-        self._block, self.kernel, self.params, self.count = block, kernel, block.address, count
+        self.block, self.kernel, self.params, self.count = block, kernel, block.address, count
         self.ctas, self.threads = grid
         self.index_addresses, self.table_addresses = indices, tables
-        self.table_offset = 0
-        self.status_address = int(block.record.ctypes.data) + 8 * ka.STATUS
-        self.pace_address = int(block.record.ctypes.data) + 4 * ka.PACE_COST
+        self.status_address, self.pace_address = block.start + 8 * ka.STATUS, block.start + 8 * ka.PACE_COST
 
     def pace_word(self, rate: float) -> int:
         """What has the launch keep to another rate in bytes a second; 0: to none."""
         require_rate(rate)
-        return ka.pace_cost(self._block.record, self._width, rate)
+        return ka.pace_cost(self.block.record, self._width, rate)
 
 
 class KernelPlan:
@@ -181,6 +171,8 @@ class KernelPlan:
         Check indices that lie on the device, in the kernel.
     names : tuple of str
         What errors call the source's and the destination's index.
+    limit : RateLimit, optional
+        What launches that cross the link keep to; default: that of `KVRAW_NEIGHBOUR`.
     """
 
     def __init__(
@@ -191,20 +183,23 @@ class KernelPlan:
         threads: int = THREADS,
         check: bool = True,
         names: tuple[str, str] = ("src_index", "dst_index"),
+        limit: RateLimit | None = None,
     ) -> None:
+        self.limit = RateLimit.of(None) if limit is None else limit
         if not 32 <= threads <= THREADS or threads % 32:
             raise BoundsError(f"threads is {threads}, must be a multiple of 32 in [32, {THREADS}]")
         self.threads = threads
         self.plan, self.ctas, self.check, self.names = plan, ctas or config.CTAS.get(), check, names
         self._block = ArgumentBlock(ka.ARGS)
         self._params = self._block.address
-        self._long = self._block.record.view(np.uint64)
-        self._short = self._block.record.view(np.uint32)
+        self._long = self._block.words
+        self._short = self._block.words.view(np.uint32)
         # To write one word through this takes half as long as through the array.
-        self._words: memoryview[int] = memoryview(self._block.record.view("u1").data).cast("B").cast("Q")
+        self._words: memoryview[int] = memoryview(self._block.words.view("u1").data).cast("B").cast("Q")
         self._lock = fork.lock()
         self._kind: tuple[object, ...] = ()
         self._kinds: dict[tuple[object, ...], tuple[list[_Piece], int, list[int]]] = {}
+        self._templates: dict[int, tuple[U64, int]] = {}  # of bound launches, by the width of their accesses
         self._pieces: list[_Piece] = []
         self._upload_words = self._segments = 0
         self._last_bits, self._rate = -1, 0.0
@@ -231,8 +226,8 @@ class KernelPlan:
         stream: int | None = None,
         origin: int = 0,
         on_error: Callable[[Exception], None] | None = None,
-        rate: float = 0.0,
-        way: str = "store",
+        rate: float | None = None,
+        way: str = "",
     ) -> None:
         """Enqueue the plan for items `first` to `first + count` on the operation's stream, or on another.
 
@@ -242,8 +237,10 @@ class KernelPlan:
         for the operation, `on_error` receives it.
 
         The launch keeps to `rate` bytes a second, which it shares with all launches on the device that keep to one the
-        same `way`, "store", "load" or "copy"; 0: to none.
+        same `way`, "store", "load" or "copy"; 0: to none; default: as the plan's limit has it.
         """
+        if rate is None:
+            rate = self.limit.rate(state.device, way) if link else 0.0
         stream = operation.stream if stream is None else stream
         src_index, dst_index = src.index, dst.index
         src_kind = 0 if src_index is None else 1 if src_index.host is not None else src_index.width
@@ -272,7 +269,7 @@ class KernelPlan:
                 self._set_width(self.plan.width(bits), rate)
                 self._last_bits, self._rate = bits, rate
             if rate:
-                words[ka.PACE] = state.paces.address(way)
+                words[ka.PACE] = state.paces.address(way or "store")
             segments = count * self._segments
             words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, status
             shape = (segments, link, rate)
@@ -291,17 +288,17 @@ class KernelPlan:
     def bind(
         self,
         state: DeviceState,
-        tables: tuple[U64 | int, U64 | int],
+        tables: tuple[U64 | DeviceTable | int, U64 | DeviceTable | int],
         indexed: Sequence[int],
         first: int,
         count: int,
         bits: int,
         *,
         link: bool,
-        width: int = 0,
+        width: int | tuple[int, int] = 0,
         skipped: int = 0,
-        rate: float = 0.0,
-        way: str = "store",
+        rate: float | None = None,
+        way: str = "",
     ) -> BoundLaunch | None:
         """A launch for items `first` to `first + count`; None where ids and tables do not fit the argument block.
 
@@ -310,36 +307,49 @@ class KernelPlan:
         Parameters
         ----------
         tables : tuple
-            Base addresses of source and destination, or how many will be written at each call.
+            Base addresses of source and destination, or how many will be written at each call; or where the device has
+            them.
         indexed : sequence of int
             The sides, 0 and 1, that have ids; others have none.
         bits : int
             The alignment of all base addresses, or-ed together.
         link : bool
             Host memory takes part.
-        width : int
-            Bytes of an id on the device; 0: ids are the host's.
+        width : int, or two
+            Bytes of an id on the device, of either side or of each; 0: ids are the host's.
         skipped : int
             Leading entries that the tables of sides without ids are short of: those of items before `first`.
         rate, way : float, str
             As of `enqueue`; a launch with a rate can take another one later.
         """
+        if rate is None:
+            rate = self.limit.rate(state.device, way) if link else 0.0
         plan = self.plan
-        lengths = [table if isinstance(table, int) else len(table) for table in tables]
-        if sum(lengths) + count * len(indexed) * (width == 0) > ka.WORDS:
+        lengths = [t if isinstance(t, int) else 0 if isinstance(t, DeviceTable) else len(t) for t in tables]
+        widths = (width, width) if isinstance(width, int) else width
+        if sum(lengths) + count * sum(not widths[k] for k in indexed) > ka.WORDS:
             return None
-        indexed_by = ka.INDEX_INLINE
-        if width:
-            indexed_by = (ka.INDEX_I64 if width == 8 else ka.INDEX_I32) | ka.CHECK * self.check
+        kinds = {0: ka.INDEX_INLINE, 8: ka.INDEX_I64 | ka.CHECK * self.check, 4: ka.INDEX_I32 | ka.CHECK * self.check}
         vector = plan.width(bits)
         block = ArgumentBlock(ka.ARGS)
-        ka.fill_plan(block.record, plan)
-        segments = count * plan.runs_per_item * ka.fill_width(block.record, plan, vector)
-        words, flags = block.record.view(np.uint64), block.record.view(np.uint32)
-        start, at = int(block.record.ctypes.data), 0
+        template = self._templates.get(vector)
+        if template is None:
+            filled = ArgumentBlock(ka.ARGS)
+            filled.words[: ka.WORDS_AT] = self._long[: ka.WORDS_AT]  # as the plan filled it; the rest is written below
+            filled.words.view(np.uint32)[ka.PACE_COST] = 0
+            template = self._templates[vector] = filled.words[:-1], ka.fill_width(filled.record, plan, vector)
+        block.words[:-1] = template[0]
+        segments = count * plan.runs_per_item * template[1]
+        words, flags = block.words, block.words.view(np.uint32)
+        start, at = block.start, 0
         places = []
         for k, (table, side) in enumerate(zip(tables, (plan.src_flat, plan.dst_flat), strict=True)):
-            flags[ka.FLAGS[k]] = ka.TABLE_INLINE | ka.SKIP_NEGATIVE * side.skip_negative | indexed_by * (k in indexed)
+            flags[ka.FLAGS[k]] = ka.SKIP_NEGATIVE * side.skip_negative | kinds[widths[k]] * (k in indexed)
+            if isinstance(table, DeviceTable):
+                words[ka.TABLE[k]] = table.address
+                places.append(start + 8 * ka.TABLE[k])
+                continue
+            flags[ka.FLAGS[k]] |= ka.TABLE_INLINE
             words[ka.TABLE[k]] = np.uint64((at - skipped * (k not in indexed)) % 2**64)
             place = ka.WORDS_AT + at
             places.append(start + 8 * place)
@@ -349,7 +359,7 @@ class KernelPlan:
         indices = [0, 0]
         for k in indexed:
             words[ka.INDEX[k]] = np.uint64((at - first) % 2**64)
-            indices[k] = start + 8 * (ka.INDEX[k] if width else ka.WORDS_AT + at)
+            indices[k] = start + 8 * (ka.INDEX[k] if widths[k] else ka.WORDS_AT + at)
             at += count
         words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, 0
         grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors, rate > 0), self.threads)
@@ -361,7 +371,7 @@ class KernelPlan:
         require_rate(rate)
         kernel = copy_kernel(width, rate > 0)  # first, for it may fail
         split = ka.fill_width(self._block.record, self.plan, width)
-        self._short[ka.PACE_COST] = ka.pace_cost(self._block.record, width, rate)
+        self._words[ka.PACE_COST] = ka.pace_cost(self._block.record, width, rate)
         self._words[ka.PACE_SLACK] = SLACK * ka.TICKS
         self._segments, self._kernel = self.plan.runs_per_item * split, kernel
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvraw.copying.device_state import DeviceState, Upload, device_state
+from kvraw.copying.transfer import Transfer
 from kvraw.runtime import fork
 from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope, note_error
@@ -14,41 +15,11 @@ from kvraw.runtime.driver import driver
 from kvraw.runtime.module import ArgumentBlock, Kernel
 from kvraw.runtime.stream import capturing
 
-__all__ = ["Launch", "LaunchCache", "Operation", "key_of"]
+__all__ = ["Launch", "LaunchCache", "key_of"]
 
 FAULT_BITS = 4  # of the status word's first part; the rest is one more than the place
 
 Explain = Callable[[int, int, int], Exception]
-
-
-class Operation:
-    """Work that was enqueued on a GPU, or is done (CPU)."""
-
-    __slots__ = ("_completions",)
-
-    def __init__(self, *completions: Completion) -> None:
-        self._completions = completions
-
-    def done(self) -> bool:
-        """Whether it is over; never waits."""
-        return all(completion.done() for completion in self._completions)
-
-    def wait(self) -> None:
-        """Wait on the host until it is over, with the GIL released.
-
-        Raises
-        ------
-        BoundsError, LayoutError
-            The kernel met data that it could not work with; says what and where.
-        """
-        for completion in self._completions:
-            completion.wait()
-        for completion in self._completions:
-            if completion.error is not None:
-                raise completion.error
-
-    def __and__(self, other: Operation) -> Operation:
-        return Operation(*self._completions, *other._completions)
 
 
 class Launch:
@@ -133,7 +104,7 @@ class Launch:
         refs: tuple[object, ...],
         upload: Upload | None = None,
         on_done: Callable[[], None] | None = None,
-    ) -> Operation:
+    ) -> Transfer:
         """Enqueue it on a stream as its block stands.
 
         Parameters
@@ -149,7 +120,11 @@ class Launch:
             after = functools.partial(_after, self._state, upload, on_done) if upload is not None or on_done else None
             captured = capturing(stream, self.device)
             # What `on_done` gives back may be in use by work that was enqueued ahead of this.
-            return Operation(self.start(stream, (), captured, refs, after, upload is not None or on_done is not None))
+            return self.run(stream, (), captured, refs, after, upload is not None or on_done is not None)
+
+    def run(self, stream: int, *args: Any) -> Transfer:
+        """`start`, for the caller of an operation."""
+        return Transfer((self.start(stream, *args),), "kernel", self.device)
 
     def start(
         self,

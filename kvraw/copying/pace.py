@@ -14,8 +14,8 @@ WAYS = ("store", "load", "copy")
 LEAST_RATE = 16_000_000  # bytes a second: the time of 4 KiB still fits a kernel's word
 LINK = 55e9  # bytes a second each way, where nobody measured: PCIe 5 x16
 # Of the link, by direction, beside a decode loop (benchmarks/paced.py). Stores that fill the link back up, and hold up
-# all other work of the device; loads by few thread blocks do not.
-SHARE = {"store": 0.72, "load": 0.0, "copy": 0.0}
+# all other work of the device; loads by few thread blocks do not, but two beside each other share what one may take.
+SHARE = {"store": 0.72, "load": 0.82, "copy": 0.0}
 SLACK = 4_000  # ns of an idle link's time that may be made up for
 _APART = 256  # bytes from one word to the next
 
@@ -38,7 +38,7 @@ def paced_rate(way: str, link: float | None = None) -> float:
     return SHARE[way] * (link or LINK)
 
 
-def require_rate(rate: float) -> None:
+def require_rate(rate: float, name: str = "rate") -> None:
     """Refuse a rate that no kernel can keep to; 0 is none.
 
     Raises
@@ -47,7 +47,7 @@ def require_rate(rate: float) -> None:
         It is neither 0 nor at least `LEAST_RATE`.
     """
     if rate and not LEAST_RATE <= rate < float("inf"):
-        raise BoundsError(f"rate is {rate}, must be 0 or in [{LEAST_RATE}, inf) bytes a second")
+        raise BoundsError(f"{name} is {rate}, must be 0 or in [{LEAST_RATE}, inf) bytes a second")
 
 
 class PaceWords:

@@ -1,4 +1,10 @@
-"""Which engine carries out a call: a small model of each engine's time, from measured figures."""
+"""Which engine carries out a call: a small model of each engine's time, from measured figures.
+
+On an idle GPU the fastest engine is the best. Beside a decode, which is bound by device memory, a transfer takes its
+share of that memory's traffic from it: staging moves each byte through it three times, the other engines once. And
+stores from multiprocessors that fill the link make everybody wait (posted writes back up): there, kernels keep to a
+rate below the link's.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +16,13 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
 
+from kvraw import config
+from kvraw.copying.pace import paced_rate, require_rate
+from kvraw.errors import LayoutError
 from kvraw.runtime.driver import driver
 
 __all__ = [
@@ -20,9 +30,13 @@ __all__ = [
     "DIRECTIONS",
     "ENGINES",
     "KERNEL_MARGIN",
+    "MOVES",
     "Choice",
     "Curve",
+    "Neighbour",
     "Profile",
+    "RateLimit",
+    "Seconds",
     "best",
     "profile_for",
     "profile_path",
@@ -30,22 +44,37 @@ __all__ = [
 
 _log = logging.getLogger("kvraw")
 
-VERSION = 1
+VERSION = 2
 ENGINES = ("kernel", "copy", "staged")
 DIRECTIONS = ("store", "load")
 # A kernel is taken only where it is faster by more than this: beside a matrix product it waits for multiprocessors and
 # takes them from it, while the other engines hardly do (benchmarks/README.md).
 KERNEL_MARGIN = 1.05
+PACE_REACHED = 0.92  # of its rate, what a kernel that keeps to one moves (benchmarks/README.md)
+# How often an engine moves a byte through device memory: a staging slot is written and read besides.
+MOVES = {"kernel": 1, "copy": 1, "staged": 3}
+# Seconds of a transfer that a second of the decode beside it is worth: so much that traffic decides between engines of
+# like speed, and speed where it differs by half or more (benchmarks/README.md, "Beside a decode").
+DECODE_WEIGHT = 20.0
+Neighbour: TypeAlias = Literal["busy", "idle"]
 Curve = tuple[tuple[int, float], ...]  # (bytes of a run, GB/s), ascending
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What carries out a call, why, and how long the model says it takes."""
+    """What carries out a call, why, how long the model says it takes, and bytes a second to keep to (0: any)."""
 
     engine: str
     reason: str
     microseconds: float
+    rate: float = 0.0
+
+
+class Seconds(NamedTuple):
+    """What a transfer costs, with what work beside it loses, and the time that it takes alone."""
+
+    cost: float
+    alone: float
 
 
 @dataclass(frozen=True)
@@ -60,26 +89,38 @@ class Profile:
         (engine, direction) to a curve; engines "kernel", "copy", "staged", directions "store" and "load".
     latency : mapping
         Engine to microseconds.
+    memory : float
+        GB/s of device memory, bytes read and bytes written both counted.
+    paced : mapping
+        Direction to the GB/s that a kernel keeps to beside other work, from where on it would take more than its share.
     """
 
     source: str
     bandwidth: Mapping[str, Curve]
     latency: Mapping[str, float]
+    memory: float = 4000.0
+    paced: Mapping[str, float] = field(default_factory=lambda: {d: paced_rate(d) * 1e-9 for d in DIRECTIONS})
 
-    def seconds(self, engine: str, direction: str, run: int, nbytes: int) -> float:
-        """Predicted time of `nbytes` in runs of `run` bytes."""
+    def seconds(
+        self, engine: str, direction: str, run: int, nbytes: int, rate: float = 0.0, *, busy: bool = False
+    ) -> Seconds:
+        """Predicted time of `nbytes` in runs of `run` bytes, a kernel at `rate` bytes a second; `busy`: and cost."""
         curve = self.bandwidth[f"{engine} {direction}"]
         sizes = [size for size, _ in curve]
         at = bisect.bisect_right(sizes, run)
         if at == 0:
             # Below the smallest size measured, time goes by the number of runs.
-            rate = curve[0][1] * run / sizes[0]
+            reached = curve[0][1] * run / sizes[0]
         elif at == len(curve):
-            rate = curve[-1][1]
+            reached = curve[-1][1]
         else:
             (x0, y0), (x1, y1) = curve[at - 1], curve[at]
-            rate = y0 + (y1 - y0) * math.log(run / x0) / math.log(x1 / x0)
-        return self.latency[engine] * 1e-6 + nbytes / (rate * 1e9)
+            reached = y0 + (y1 - y0) * math.log(run / x0) / math.log(x1 / x0)
+        if rate and engine == "kernel":
+            reached = min(reached, PACE_REACHED * rate * 1e-9)
+        alone = self.latency[engine] * 1e-6 + nbytes / (reached * 1e9)
+        traffic = MOVES[engine] * nbytes / (self.memory * 1e9) if busy else 0.0
+        return Seconds(alone + DECODE_WEIGHT * traffic, alone)
 
     def dumps(self) -> str:
         """The profile as JSON."""
@@ -100,7 +141,11 @@ class Profile:
         try:
             curves = {str(k): tuple((int(x), float(y)) for x, y in v) for k, v in data["bandwidth"].items()}
             latency = {str(k): float(v) for k, v in data["latency"].items()}
-            profile = Profile(str(data["source"]), curves, latency)
+            paced = {d: float(data["paced"][d]) for d in DIRECTIONS}
+            profile = Profile(str(data["source"]), curves, latency, float(data["memory"]), paced)
+            for name, figure in (("memory", profile.memory), *paced.items()):
+                if not 0 < figure < math.inf:
+                    raise ValueError(f"the figure of {name} is {figure}")
             for engine in ENGINES:
                 if not 0 <= latency[engine] < math.inf:
                     raise ValueError(f"the latency of {engine} is {latency[engine]}")
@@ -129,9 +174,47 @@ BUILT_IN = Profile(
 )
 
 
-def best(seconds: Mapping[str, float]) -> str:
-    """The engine to take, of those with a predicted time."""
-    return min(seconds, key=lambda e: seconds[e] * (KERNEL_MARGIN if e == "kernel" else 1))
+class RateLimit(NamedTuple):
+    """What kernels over the link keep to: rates for the sake of other work, and what the caller allows.
+
+    Attributes
+    ----------
+    busy : bool
+        There is other work on the GPU.
+    most : float
+        Bytes a second that the caller allows; 0: any.
+    """
+
+    busy: bool
+    most: float = 0.0
+
+    @classmethod
+    def of(cls, neighbour: str | None, max_rate: float = 0.0) -> RateLimit:
+        """From what callers name; None: `KVRAW_NEIGHBOUR`.
+
+        Raises
+        ------
+        LayoutError
+            `neighbour` is none of "busy" and "idle".
+        BoundsError
+            `max_rate` is neither 0 nor a rate that kernels can keep to.
+        """
+        neighbour = config.NEIGHBOUR.get() if neighbour is None else neighbour
+        if neighbour not in config.NEIGHBOURS:
+            raise LayoutError(f"neighbour is {neighbour!r}, must be one of {', '.join(config.NEIGHBOURS)}")
+        require_rate(max_rate, "max_rate")
+        return cls(neighbour == "busy", float(max_rate))
+
+    def rate(self, device: int, way: str) -> float:
+        """Bytes a second that a kernel keeps to; where it is not known which way it copies, as if it stored."""
+        paced = profile_for(device).paced[way if way in DIRECTIONS else "store"] * 1e9 if self.busy else 0.0
+        return min(paced, self.most) if paced and self.most else paced or self.most
+
+
+def best(seconds: Mapping[str, Seconds], *, busy: bool = False) -> str:
+    """The engine to take, of those with a predicted time; `busy`: what others lose is counted."""
+    margin = 1.0 if busy else KERNEL_MARGIN
+    return min(seconds, key=lambda e: seconds[e].cost * (margin if e == "kernel" else 1))
 
 
 def profile_path(device: int) -> Path | None:

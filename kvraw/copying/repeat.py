@@ -135,10 +135,10 @@ class RepeatedCalls:
         if known is not None and known.state is state:  # not of a context that was reset
             bound = known.bound
             if isinstance(bound, BoundCall):
-                done = self._gpu.run_kernel(operation, bound, ids, seen, host)
+                done = bound.run(operation, ids, seen)
             else:
                 there = index if width else None
-                done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error, chunks)
+                done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error, chunks.edges)
             if done:
                 return known.choice
         call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
@@ -162,8 +162,7 @@ class RepeatedCalls:
             self._joins.add(size)
         src, dst = (None if i is None else IndexVector(None, 0, i.count) for i in call.indices)
         call = Call(call.src, call.dst, src, dst, call.first, call.count)  # keeps nothing alive
-        kernel = choice.engine == "kernel"
-        bound = self._gpu.bound_kernel(state, call) if kernel else self._gpu.bound_rows(state, call)
+        bound = self._gpu.bound(state, call, choice.engine)
         if bound is None:
             return
         if len(self._bound) >= _MOST or len(self._kinds) >= _MOST:
@@ -218,7 +217,7 @@ class RepeatedCalls:
             operation.uses = addresses
             if pool.use_chunks(operation, version) == known.shift:
                 if type(known.bound) is BoundCall and not known.shift:
-                    done = self._gpu.run_kernel(operation, known.bound, ids, addresses, addresses)
+                    done = known.bound.run(operation, ids, addresses)
                 else:
                     done = self._run(known, operation, ids, addresses)
                 if not done:  # the device's context may not be current; or a capture is in progress
@@ -237,5 +236,5 @@ class RepeatedCalls:
         seen = addresses + np.uint64(known.shift % 2**64) if known.shift else addresses
         bound = known.bound
         if isinstance(bound, BoundCall):
-            return self._gpu.run_kernel(operation, bound, ids, seen, addresses)
+            return bound.run(operation, ids, seen)
         return self._gpu.run_rows(known.state, operation, bound, ids, seen, addresses)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from kvraw import config
 from kvraw.runtime import fork
@@ -16,7 +16,7 @@ __all__ = ["StagingRing", "StagingRings", "StagingSlot"]
 class StagingSlot:
     """Device memory, the event after which it may be written, and the event after which it may be read."""
 
-    __slots__ = ("address", "buffer", "free", "full", "used")
+    _slots__ = ("address", "buffer", "free", "full")
 
     def __init__(self, nbytes: int, device: int) -> None:
         d = driver()
@@ -28,29 +28,12 @@ class StagingSlot:
         except BaseException:
             d.event_destroy(self.free)
             raise
-        self.used = False
 
     def discard(self) -> None:
         """Give everything back; nothing used it."""
         for event in (self.free, self.full):
             driver().event_destroy(event)
         self.buffer.close()
-
-    def acquire(self, stream: int) -> None:
-        """Make a stream wait until the slot may be written again."""
-        if self.used:
-            driver().stream_wait_event(stream, self.free)
-
-    def hand_over(self, writer: int, reader: int) -> None:
-        """Make `reader` wait for what `writer` was given so far."""
-        d = driver()
-        d.event_record(self.full, writer)
-        d.stream_wait_event(reader, self.full)
-
-    def release(self, reader: int) -> None:
-        """Note that the slot is free after what `reader` was given so far."""
-        driver().event_record(self.free, reader)
-        self.used = True
 
 
 class StagingRing:
@@ -64,78 +47,31 @@ class StagingRing:
         Which slot was the last.
     start : int
         An event that programs record ahead of their first slot.
+    slots : list of StagingSlot
+        All of them.
+    programs : dict
+        Those of the staged engine.
     """
 
     def __init__(self, device: int, nbytes: int, depth: int) -> None:
         self.lock = fork.lock()
         self.nbytes = nbytes
         self.copies, self.packs = Stream(device), Stream(device)
-        self._slots: list[StagingSlot] = []
+        self.slots: list[StagingSlot] = []
         try:
-            while len(self._slots) < depth:
-                self._slots.append(StagingSlot(nbytes, device))
+            while len(self.slots) < depth:
+                self.slots.append(StagingSlot(nbytes, device))
         except BaseException:
-            for slot in self._slots:
+            for slot in self.slots:
                 slot.discard()
             raise
         self.turn = 0
         self.start = driver().event_create()
-
-    @property
-    def depth(self) -> int:
-        """Slots."""
-        return len(self._slots)
-
-    def next(self) -> StagingSlot:
-        """The slot whose turn it is."""
-        self.turn = (self.turn + 1) % len(self._slots)
-        return self._slots[self.turn]
-
-    def enqueue(
-        self,
-        stream: int,
-        store: bool,
-        steps: int,
-        pack: Callable[[int, StagingSlot, int], None],
-        move: Callable[[int, StagingSlot], None],
-    ) -> None:
-        """Enqueue steps that go through a slot each, whose lock the caller holds.
-
-        Parameters
-        ----------
-        stream : int
-            The caller's; it waits for all of a store. `pack` of a load runs on it.
-        pack : callable
-            Given the step, the slot and the stream: enqueues the kernel that fills the slot (store) or empties it.
-        move : callable
-            Given the step and the slot: enqueues the copies between the slot and the host, on `copies`.
-        """
-        copies, packs = self.copies.handle, self.packs.handle
-        writer, reader = (packs, copies) if store else (copies, stream)
-        slot = None
-        for step in range(steps):
-            slot = self.next()
-            slot.acquire(writer)
-            if store:
-                pack(step, slot, packs)
-            else:
-                move(step, slot)
-            slot.hand_over(writer, reader)
-            if store:
-                move(step, slot)
-            else:
-                pack(step, slot, stream)
-            slot.release(reader)
-        if store and slot is not None:
-            driver().stream_wait_event(stream, slot.free)
+        self.programs: dict[Any, Any] = {}
 
     def coming(self, count: int) -> list[StagingSlot]:
-        """The slots whose turn it is next, as often as it comes; a program of that many steps uses them."""
-        return [self._slots[(self.turn + 1 + k) % len(self._slots)] for k in range(count)]
-
-    def advance(self, count: int) -> None:
-        """Note that a program used that many, of which each had been used before."""
-        self.turn = (self.turn + count) % len(self._slots)
+        """The slots whose turn it is next, as often as it comes."""
+        return [self.slots[(self.turn + 1 + k) % len(self.slots)] for k in range(count)]
 
 
 class StagingRings:

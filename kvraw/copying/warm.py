@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvraw.copying import copy_engine, cpu, given
+from kvraw.copying import copy_engine, cpu, given, staged_program
 from kvraw.copying.device_state import device_state
 from kvraw.copying.kernel import copy_kernel, kernels_barred
 from kvraw.runtime import program
@@ -48,7 +48,8 @@ def warm_up(device: int | None = None) -> None:
         state = device_state(device)
         if not kernels_barred(d, 16):
             for width in _WIDTHS:
-                copy_kernel(width).handle_for(d)
+                for paced in (False, True):
+                    copy_kernel(width, paced).handle_for(d)
             for direction in ("store", "load"):
-                state.arena.ring(direction)
+                staged_program.get_ready(state, direction)
         state.get_ready(_EVENTS, _UPLOADS)

@@ -4,7 +4,7 @@ Nothing is copied. There are two ways in:
 
 1. ``axes=``: the caller names every axis, nothing is inferred, strides are followed.
 2. Hints, or none. Every reading that fits the tensors, the engine and the hints is made: each shape of
-   `kvraw.layouts.engine_shapes.ROWS` with its axes in the order of memory, whatever the order of the tensor's
+   `kvraw.layouts.formats` with its axes in the order of memory, whatever the order of the tensor's
    axes, and, where no format is named, with its axes as the tensor is shaped. The stride of an axis of size 1
    means nothing, so such an axis may be any. One reading must be left: two that put any token of any layer, plane
    or head elsewhere are an error, which names the hints that settle it. Nothing is likelier than something else.
@@ -18,12 +18,12 @@ from itertools import combinations
 from typing import Any, Protocol, TypeAlias
 
 from kvraw.errors import LayoutError
-from kvraw.layouts.engine_shapes import ENGINES, HALVES, HINTS, LETTERS, PRODUCTS, ROWS, Row
+from kvraw.layouts.engine_shapes import ENGINES, HINTS, KV_LISTS, LETTERS, PRODUCTS, EngineShape, every_shape, shapes_of
 from kvraw.layouts.formats import VLLM_LAYOUTS, Format
 from kvraw.layouts.geometry import CacheLayout, find_format
 from kvraw.layouts.reading import Hints, Memory, Reading, Spelling, list_sizes, one_of, read
 
-__all__ = ["Discovery", "Tensors", "View", "discover"]
+__all__ = ["Discovery", "Tensors", "View", "described", "discover", "flatten", "memory_of"]
 
 
 class View(Protocol):
@@ -50,10 +50,10 @@ class Discovery:
     addresses: tuple[int, ...]
 
 
-def _flatten(tensors: Tensors) -> tuple[tuple[int, ...], dict[str, View]]:
+def flatten(tensors: Tensors, name: str = "tensors") -> tuple[tuple[int, ...], dict[str, View]]:
     """The lengths of the list levels, and the tensors by the name that errors call them."""
     levels: tuple[int, ...] = ()
-    found: dict[str, Any] = {"tensors": tensors}
+    found: dict[str, Any] = {name: tensors}
     while any(isinstance(x, Sequence) for x in found.values()):
         texts = {name: f"a list of {len(x)}" if isinstance(x, Sequence) else "one tensor" for name, x in found.items()}
         first = next(iter(found))
@@ -69,27 +69,28 @@ def _flatten(tensors: Tensors) -> tuple[tuple[int, ...], dict[str, View]]:
     return levels, found
 
 
-def _described(name: str, view: View) -> str:
+def described(name: str, view: View) -> str:
+    """A tensor in errors."""
     return f"{name} (shape {tuple(view.shape)}, strides {tuple(view.strides)} bytes, itemsize {view.itemsize})"
 
 
-def _memory(views: dict[str, View], levels: tuple[int, ...]) -> Memory:
+def memory_of(views: dict[str, View], levels: tuple[int, ...]) -> Memory:
     """Shape, strides and element size that all tensors share: no two of their elements are at one address."""
     (first, view), *others = views.items()
     memory = Memory(tuple(map(int, view.shape)), tuple(map(int, view.strides)), view.itemsize, levels)
     for name, other in others:
         alike = tuple(other.shape) == memory.shape and other.itemsize == view.itemsize
         if not alike or any(memory.strides[i] != other.strides[i] for i in memory.order):
-            raise LayoutError(f"{_described(name, other)} differs from {_described(first, view)}: all must be alike")
+            raise LayoutError(f"{described(name, other)} differs from {described(first, view)}: all must be alike")
     if 0 in memory.shape:
-        raise LayoutError(f"{_described(first, view)} has no elements")
+        raise LayoutError(f"{described(first, view)} has no elements")
     end = view.itemsize
     for i in reversed(memory.order):
         step = memory.strides[i]
         if step < end:
             why = "an expanded axis" if step == 0 else "a reversed axis" if step < 0 else "axes overlap"
             raise LayoutError(
-                f"{_described(first, view)}: axis {i} has stride {step}, {why}; must be {end} or more there"
+                f"{described(first, view)}: axis {i} has stride {step}, {why}; must be {end} or more there"
             )
         end += step * (memory.shape[i] - 1)
     return memory
@@ -131,7 +132,7 @@ def _named(axes: str, levels: tuple[int, ...], dims: int, hints: Hints) -> Spell
     return Spelling(given, letters)
 
 
-def _candidates(row: Row, memory: Memory, hints: Hints, asked: bool) -> Iterator[Spelling]:
+def _candidates(row: EngineShape, memory: Memory, hints: Hints, asked: bool) -> Iterator[Spelling]:
     """Every way to lay the axes of a row on those of the tensors: as they are shaped, as their memory is ordered."""
     lists, order = row.given.replace(",", ""), memory.order
     if not asked:
@@ -163,7 +164,7 @@ def _require_order(reading: Reading, kv_layout: str | None, form: Format | None)
         raise LayoutError(f"is {'HND' if hnd else 'NHD'} in memory, kv_layout is {kv_layout!r}")
 
 
-def _shown(row: Row, reading: Reading) -> str:
+def _shown(row: EngineShape, reading: Reading) -> str:
     assert reading.layout is not None
     g = reading.layout.geometry
     counts = f"blocks={g.blocks}, block_size={g.block_size}, num_heads={g.heads}, head_size={g.head_size}"
@@ -171,7 +172,7 @@ def _shown(row: Row, reading: Reading) -> str:
     return f"{row.label} ({name}layers={g.layers}, planes={g.planes}, {counts})"
 
 
-def _says(row: Row, reading: Reading, hint: str) -> object:
+def _says(row: EngineShape, reading: Reading, hint: str) -> object:
     """The value of `hint` that means this reading; None where none does for certain."""
     assert reading.layout is not None
     if hint == "axes":
@@ -182,16 +183,16 @@ def _says(row: Row, reading: Reading, hint: str) -> object:
     if hint == "kv_layout":
         return None if row.format.mla or row.layouts[0] in VLLM_LAYOUTS else row.layouts[0]
     if hint == "kv_list_layout":
-        return row.lists.split()[-1] if row.lists.split()[-1] != "-" else None
-    if hint == "head_size" and row.format.number in HALVES:
+        return next((word for word in row.words if word in KV_LISTS), None)
+    if hint == "head_size" and row.format.paired:
         return None
     return getattr(reading.layout.geometry, "heads" if hint == "num_heads" else hint)
 
 
-_Readings = list[tuple[Row, Reading]]
+_Readings = list[tuple[EngineShape, Reading]]
 
 
-def _only(readings: _Readings, what: str, by_format: Callable[[Row, Reading], bool]) -> Reading:
+def _only(readings: _Readings, what: str, by_format: Callable[[EngineShape, Reading], bool]) -> Reading:
     """The reading that is left, or an error that names what settles it.
 
     `by_format` tells of which readings the format's number is enough: those in the order of memory.
@@ -266,10 +267,10 @@ def discover(
     one_of("engine", engine, ENGINES)
     if kv_list_layout is not None and engine != "sglang" and format is None and axes is None:
         raise LayoutError(f"kv_list_layout is {kv_list_layout!r}, engine is {engine!r}: only 'sglang' has it")
-    levels, views = _flatten(tensors)
-    memory = _memory(views, levels)
+    levels, views = flatten(tensors)
+    memory = memory_of(views, levels)
     name, view = next(iter(views.items()))
-    what = _described(name, view) if len(views) == 1 else f"{len(views)} tensors like {_described(name, view)}"
+    what = described(name, view) if len(views) == 1 else f"{len(views)} tensors like {described(name, view)}"
     if axes is not None:
         if format is not None:
             raise LayoutError(f"axes is {axes!r}, format is {format!r}: pass one of them")
@@ -299,16 +300,15 @@ def _by_axes(axes: str, memory: Memory, hints: Hints, what: str) -> Reading:
 def _by_rows(format: int | str | Format | None, engine: str, memory: Memory, hints: Hints, what: str) -> Reading:
     levels, asked = memory.levels, format is not None
     if format is not None:
-        form = find_format(format)
-        rows = [row for row in ROWS if row.format == form]
-        rows = rows or [Row(form, ",".join(form.pointers), form.axes.replace("BT", "S") if form.flat else form.axes)]
+        rows = [*shapes_of(find_format(format))]
         source = rows[0].label
     else:
         engines = {engine} | ({"named"} if engine == "vllm" and hints.kv_layout in VLLM_LAYOUTS else set())
-        rows = [x for x in ROWS if engines & {*x.engines.split()} and (hints.kv_list_layout or "-") in x.lists.split()]
+        said = {hints.kv_list_layout} - {None}
+        rows = [row for row in every_shape() if engines & {*row.words} and said <= {*row.words}]
         source = f"engine {engine!r}"
 
-    def fit(row: Row) -> bool:
+    def fit(row: EngineShape) -> bool:
         depth = len(row.given.split(",")) if row.given else 0
         alone = asked and set(levels) <= {1}  # a format that was asked for takes its one tensor bare or in a list
         return len(row.dims) == len(memory.shape) and (

@@ -1,16 +1,21 @@
-"""Every shape in which an engine hands in its cache: one entry per shape, read by `kvraw.layouts.discovery`."""
+"""Every shape in which an engine hands in its cache: what the rows of `kvraw.layouts.formats` say of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
-from kvraw.layouts.formats import FORMATS, HOST_LAYOUTS, VLLM_LAYOUTS, Format
+from kvraw.layouts.formats import VLLM_LAYOUTS, Format, every_format
 
-__all__ = ["ENGINES", "GIVEN", "HALVES", "HINTS", "KV_LAYOUTS", "KV_LISTS", "LETTERS", "PRODUCTS", "ROWS", "Row"]
+__all__ = [
+    *("ENGINES", "GIVEN", "HINTS", "KV_LAYOUTS", "KV_LISTS", "LETTERS", "PRODUCTS", "EngineShape", "every_shape"),
+    "shapes_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EngineShape:
     """One way to hand in a format.
 
     Attributes
@@ -22,18 +27,15 @@ class Row:
     dims : str
         Physical axes of a tensor: those of `Format`, and ``S`` blocks * block_size, ``F`` heads * block_size *
         head_size, ``W`` K and V of a head side by side, and the literals ``1`` and ``2``.
-    engines : str
-        Engines that hand it in; ``named``: vLLM, where ``kv_layout`` is one of `VLLM_LAYOUTS`; empty where only
-        ``format=`` asks for it.
-    lists : str
-        Values of ``kv_list_layout`` that mean it; ``-`` is None.
+    words : tuple of str
+        Engines that hand it in (``named``: vLLM, where ``kv_layout`` is one of `VLLM_LAYOUTS`; none where only
+        ``format=`` asks for it), and the values of ``kv_list_layout`` that mean it beside None.
     """
 
     format: Format
     given: str
     dims: str
-    engines: str = ""
-    lists: str = "-"
+    words: tuple[str, ...] = ()
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -68,41 +70,22 @@ HINTS = {"T": "block_size", "H": "num_heads", "D": "head_size"}
 ENGINES = ("vllm", "sglang", "trtllm")
 KV_LAYOUTS = ("NHD", "HND", *VLLM_LAYOUTS)
 KV_LISTS = ("k_v", "unified")
-# Unified rows hold K and V of a head side by side: a head_size hint may mean one half.
-HALVES = (10, 11, 12, 13)
 
-_TABLE = (
-    ("", "vllm", "-", "0 BLPTHD"),
-    ("", "vllm trtllm", "-", "8 BLPHTD"),
-    ("", "trtllm", "-", "8 BLPF"),
-    ("L", "vllm", "-", "1 PBTHD, 2 BPTHD, 6 PBHTD, 7 BPHTD, 15 PBH1TD, 13 BTHD, 12 BHTD"),
-    ("L", "vllm", "-", "11 BTHW, 10 BHTW, 11 BTH2D, 10 BHT2D, heads_first HBTD"),
-    ("", "named", "-", "LBNHC LBTHD, LBHNC LBHTD, LHBNC LHBTD, BLHNC BLHTD, BLNHC BLTHD, BHLNC BHLTD"),
-    ("L", "sglang", "- unified", "5 S1D, 18 BTHD"),
-    ("L", "vllm sglang", "- unified", "3 BTD"),
-    ("P,L", "vllm sglang", "- k_v", "4 SHD, 9 BTHD"),
-    ("P,L", "vllm", "-", "k_v_lists_hnd BHTD"),
-    ("L,P", "vllm", "-", "16 BTHD, k_v_pairs_hnd BHTD"),
-    ("PL", "sglang", "- k_v", "4 SHD, 9 BTHD"),
-    # SGLang's host pools, most of which count tokens; K and V are two tensors, or a leading 2 of one.
-    ("P", "", "-", "layer_first LSHD, page_first SLHD, page_first_direct BLTHD, page_head BHTLD"),
-    ("P", "", "-", "layer_first LBTHD, page_first BTLHD"),
-    ("", "", "-", "layer_first PLSHD, page_first PSLHD, page_first_direct PBLTHD, page_head PBHTLD"),
-    ("", "", "-", "layer_first PLBTHD, page_first PBTLHD"),
-    ("", "", "-", "layer_first_mla LSD, page_first_mla SLD, page_first_direct_mla BLTD"),
-    ("", "", "-", "layer_first_mla LS1D, page_first_mla SL1D, page_first_direct_mla BLT1D"),
-    ("", "", "-", "layer_first_mla LBTD, page_first_mla BTLD, layer_first_mla LBT1D, page_first_mla BTL1D"),
-)
-# Orders that engines hand in and that have no number.
-_MORE = (
-    Format(-1, "heads_first", "L", "HBTD"),  # a layer of LHBNC
-    Format(-1, "k_v_lists_hnd", "PL", "BHTD"),
-    Format(-1, "k_v_pairs_hnd", "LP", "BHTD"),
-)
-_NAMED = {str(number): row for number, row in FORMATS.items()} | HOST_LAYOUTS | VLLM_LAYOUTS
-_NAMED |= {row.name: row for row in _MORE}
-ROWS = tuple(
-    Row(_NAMED[name], given, dims, engines, lists)
-    for given, engines, lists, shapes in _TABLE
-    for name, dims in (shape.split() for shape in shapes.split(", "))
-)
+
+@cache
+def shapes_of(form: Format) -> tuple[EngineShape, ...]:
+    """The shapes of a format's row: split by commas and spaces, each the axes and the words of an `EngineShape`.
+
+    ``"P,L/SHD vllm k_v"`` are two lists, of K and of V, of tensors [blocks * block_size, heads, head_size], as vLLM
+    hands them in, with or without ``kv_list_layout="k_v"``.
+    """
+    shapes = [shape.split() for shape in form.shapes.split(", ") if shape]
+    if not shapes:
+        shapes = [[f"{','.join(form.pointers)}/{form.axes.replace('BT', 'S') if form.flat else form.axes}"]]
+    split = [(*axes.rpartition("/"), words) for axes, *words in shapes]
+    return tuple(EngineShape(form, given, dims, tuple(words)) for given, _, dims, words in split)
+
+
+def every_shape() -> Iterator[EngineShape]:
+    """The shapes of all formats of one layout."""
+    return (shape for form in every_format() if not form.several for shape in shapes_of(form))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from kvraw.checks import integer
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import LayoutError
-from kvraw.layouts.formats import CHUNK_LAYOUTS, FORMATS, HOST_LAYOUTS, VLLM_LAYOUTS, ChunkLayout, Format
+from kvraw.layouts.formats import CHUNK_LAYOUTS, FORMATS, ChunkLayout, Format, every_format
 
 __all__ = ["CacheLayout", "Geometry", "chunk_side", "copy_plan", "find_chunk_layout", "find_format"]
 
@@ -253,18 +253,20 @@ def find_format(format: int | str | Format) -> Format:
     Raises
     ------
     LayoutError
-        There is no such format; lists those there are.
+        There is no such format (lists those there are), or it is several layouts at once.
     """
     if isinstance(format, Format):
-        return format
-    if isinstance(format, str):
-        named = {row.name: row for row in FORMATS.values()} | HOST_LAYOUTS | VLLM_LAYOUTS
-        if format in named:
-            return named[format]
-        raise LayoutError(f"format {format!r} is unknown; known: {', '.join(named)}")
-    if int(format) in FORMATS:
-        return FORMATS[int(format)]
-    raise LayoutError(f"format {format!r} is unknown; known: {', '.join(map(str, FORMATS))}")
+        found: Format | None = format
+    elif isinstance(format, str):
+        found = next((row for row in every_format() if row.name == format), None)
+    else:
+        found = FORMATS.get(int(format))
+    if found is None:
+        known = sorted(FORMATS) if not isinstance(format, str) else [row.name for row in every_format()]
+        raise LayoutError(f"format {format!r} is unknown; known: {', '.join(map(str, known))}")
+    if found.several:
+        raise LayoutError(f"format {format!r} is several layouts at once, a cache has one")
+    return found
 
 
 def find_chunk_layout(name: str | ChunkLayout) -> ChunkLayout:

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
 from kvraw.errors import LayoutError
-from kvraw.layouts.engine_shapes import HALVES, HINTS, KV_LAYOUTS, KV_LISTS, LETTERS, PRODUCTS, ROWS
-from kvraw.layouts.formats import FORMATS, Format
+from kvraw.layouts.engine_shapes import HINTS, KV_LAYOUTS, KV_LISTS, LETTERS, PRODUCTS
+from kvraw.layouts.formats import Format, every_format
 from kvraw.layouts.geometry import CacheLayout, Geometry
 
 __all__ = ["Hints", "Memory", "Reading", "Spelling", "list_sizes", "one_of", "read"]
@@ -73,7 +73,7 @@ class Spelling:
     lists : str
         Outermost first: ``"PL"`` is two levels of lists, or one list with all K first, then all V.
     dims : str
-        As in `kvraw.layouts.engine_shapes.Row.dims`.
+        As in `kvraw.layouts.engine_shapes.EngineShape.dims`.
     form : Format or None
         The format that it is meant as; None: whichever has this order in memory.
     """
@@ -199,7 +199,7 @@ def read(spelling: Spelling, memory: Memory, hints: Hints) -> Reading:
     for axis, name in HINTS.items():
         hint, size = getattr(hints, name), sizes.get(axis, 1)
         half = axis == "D" and planes == 1 and hint is not None and size == 2 * hint
-        if half and (fused or (spelling.form is not None and spelling.form.number in HALVES)):
+        if half and (fused or (spelling.form is not None and spelling.form.paired)):
             continue
         if hint not in (None, size):
             raise LayoutError(f"gives {name} {size}, the hint {name} is {hint}")
@@ -234,9 +234,6 @@ def _layout(
     return layout, split
 
 
-_KNOWN = tuple(dict.fromkeys((*(row.format for row in ROWS), *FORMATS.values())))  # what engines hand in, first
-
-
 def _order(sizes: Mapping[str, int], steps: Mapping[str, int], pointers: str) -> str:
     """The axes of a tensor that are larger than 1, outermost in memory first."""
     return "".join(sorted((a for a in steps if sizes[a] > 1 and a not in pointers), key=lambda a: -steps[a]))
@@ -253,8 +250,12 @@ def _format(spelling: Spelling, sizes: Mapping[str, int], steps: Mapping[str, in
     axes = {a for a in steps if a not in lists and not (a == "P" and sizes["P"] == 1)}
     if "L" not in lists and "L" not in axes:
         lists += "L"  # one tensor of one layer is a list of one
-    for form in _KNOWN:
-        fits = form.pointers == lists and not form.flat and set(form.axes_for(sizes.get("P", 1)) or "") == axes
+    for form in every_format():
+        fits = (
+            form.pointers == lists
+            and not (form.flat or form.several)
+            and set(form.axes_for(sizes.get("P", 1)) or "") == axes
+        )
         if fits and _ordered(form, sizes, steps):
             return form
     order = "".join(sorted(axes, key=lambda a: (sizes[a] > 1, steps[a], "LBPTHD".index(a)), reverse=True))

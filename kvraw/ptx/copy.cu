@@ -107,7 +107,7 @@ __device__ __forceinline__ u64 take_turn(const CopyArgs &a, u32 vectors)
     asm volatile("red.global.max.u64 [%0], %1;" ::"l"(a.pace), "l"(read_clock() - a.pace_slack) : "memory");
     asm volatile("atom.global.add.u64 %0, [%1], %2;"
                  : "=l"(turn)
-                 : "l"(a.pace), "l"((u64)(vectors * a.pace_cost >> 8))
+                 : "l"(a.pace), "l"(vectors * a.pace_cost >> 8)
                  : "memory");
     return turn;
 }

@@ -43,11 +43,12 @@ struct CopyArgs {
     u64 status;      // address of two words, or 0
     u64 pace;        // address of the time from which on the link is free, in sixteenths of a nanosecond; 0: no pace
     u64 pace_slack;  // how much of an idle link's time may be made up for
+    u64 pace_cost;   // time that 256 vectors take; 0: no pace
     u32 shift[DIMS];
     u32 split_shift;
     u32 segment_vectors; // at most 128
     u32 vector_magic;    // ceil(2^31 / segment_vectors)
-    u32 pace_cost;       // time that 256 vectors take; 0: no pace
+    u32 reserved;
     u64 words[WORDS];
 };
 
@@ -57,5 +58,5 @@ struct CopyArgs {
         AT(s.stride), AT(s.table_stride), AT(s.page_shift), AT(s.flags)
 extern "C" __device__ const u32 kvraw_copy_layout[] = {
     SIDE_AT(src), SIDE_AT(dst), AT(size), AT(magic), AT(split), AT(split_magic), AT(run_vectors), AT(segments),
-    AT(first_item), AT(status), AT(pace), AT(pace_slack), AT(shift), AT(split_shift), AT(segment_vectors),
-    AT(vector_magic), AT(pace_cost), AT(words), (u32)sizeof(CopyArgs)};
+    AT(first_item), AT(status), AT(pace), AT(pace_slack), AT(pace_cost), AT(shift), AT(split_shift), AT(segment_vectors),
+    AT(vector_magic), AT(reserved), AT(words), (u32)sizeof(CopyArgs)};

@@ -26,8 +26,9 @@ from kvraw.arrays import (
 from kvraw.copying.cpu import in_parts
 from kvraw.copying.device_state import DeviceState, Upload, device_state
 from kvraw.copying.kernel_args import divider
-from kvraw.copying.launch import Launch, LaunchCache, Operation, key_of
+from kvraw.copying.launch import Launch, LaunchCache, key_of
 from kvraw.copying.operands import require_index
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, KvrawError, LayoutError, PlacementError
 from kvraw.ptx.loader import read_ptx
 from kvraw.rope import args
@@ -179,7 +180,7 @@ def rerotate_keys(
     dtype: str | None = None,
     check: bool = True,
     stream: Any = None,
-) -> Operation:
+) -> Transfer:
     """Take the rotation of keys at their old positions back and apply that of new ones, in place.
 
     Every product and sum is rounded to the keys' type, as a chain of tensor operations would.
@@ -207,13 +208,13 @@ def rerotate_keys(
 
     Returns
     -------
-    Operation
+    Transfer
         To wait for; on a GPU, its `wait` raises what the kernel found.
 
     Raises
     ------
     BoundsError
-        A position is outside the cache; from `Operation.wait` where positions lie on a device.
+        A position is outside the cache; from `Transfer.wait` where positions lie on a device.
     LayoutError, TypeError, PlacementError
         Shapes, element types or places do not fit.
 
@@ -234,14 +235,14 @@ def rerotate_keys(
     if launch is None:
         call = Call.take(tensors, neox, head_size, head_stride, dtype, check)
         if call is None:
-            return Operation()
+            return Transfer()
         handle = stream_handle(stream, call.device)
         if found is None or call.on_host:
             return call.enqueue(handle)
         launch = call.launch()
         _launches.put(found, launch)
     handle = stream_handle(stream, launch.device)
-    return Operation(launch.start(handle, tensors, capturing(handle, launch.device)))
+    return launch.run(handle, tensors, capturing(handle, launch.device))
 
 
 def launch_key(options: object, key: Any, old: Any, new: Any, cache: Any) -> tuple[Any, ...] | None:
@@ -303,7 +304,7 @@ class Call:
         """The launch for it, which holds no tensor; positions on the host are in `upload`."""
         return _launch(self._rotation, self._positions, self._check, upload)
 
-    def enqueue(self, stream: int, on_error: Callable[[Exception], None] | None = None) -> Operation:
+    def enqueue(self, stream: int, on_error: Callable[[Exception], None] | None = None) -> Transfer:
         """Enqueue it once, with its positions where they are on the host."""
         with DeviceScope(self.device):
             upload = _send(device_state(self.device), self._positions, stream)

@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 from kvraw.errors import ClosedError
+from kvraw.runtime.context import DeviceScope, tie
+from kvraw.runtime.driver import CudaDriver, driver, driver_if
 
-__all__ = ["Owner"]
+__all__ = ["Closing", "Owner"]
+
+C = TypeVar("C", bound="Closing")
 
 
-class Owner:
-    """Owns an address range until `close`, which is idempotent and also runs when it is collected."""
+class Closing:
+    """Closed at the end of a ``with`` block."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Owner(Closing):
+    """Owns something of a device's context until `close`, which is idempotent and also runs when it is collected."""
 
     address: int
     nbytes: int
     _finalizer: weakref.finalize  # type: ignore[type-arg]
+
+    def _own(self, release: Callable[..., None], *args: object) -> None:
+        """Have `release` called with the arguments at the end, unless the context ends before."""
+        self._finalizer = weakref.finalize(self, release, *args)
+        tie(self)
+        # Work may go on at exit; the driver ends it, and frees what it uses.
+        self._finalizer.atexit = False
+
+    def _own_handle(self, device: int, release: str, handle: int) -> None:
+        """The same for a method of the driver that gives a handle or an address back."""
+        self._own(_release, weakref.ref(driver()), device, release, handle)
 
     @property
     def closed(self) -> bool:
@@ -41,10 +74,9 @@ class Owner:
         if self.closed:
             raise ClosedError(f"the {type(self).__name__} at {self.address:#x} is closed")
 
-    def __enter__(self) -> Owner:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+def _release(known: weakref.ref[CudaDriver], device: int, release: str, handle: int) -> None:
+    d = driver_if(known)
+    if d is not None:
+        with DeviceScope(device):
+            getattr(d, release)(handle)

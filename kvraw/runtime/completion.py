@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from kvraw.errors import DriverError, TransferTimeoutError
+from kvraw.errors import BoundsError, DriverError, TransferTimeoutError
 from kvraw.runtime import fork
 from kvraw.runtime.driver import driver, relaxed
 
-__all__ = ["Captured", "Completion", "CompletionQueue", "Operation"]
+__all__ = ["Completion", "CompletionQueue", "Operation"]
 
 _log = logging.getLogger("kvraw")
 
-_QUIET = 8  # operations in the queue that are left there by the next call
+_EVERY = 16  # operations begun between two looks at what is over
+_PER_THREAD = 2  # CU_STREAM_PER_THREAD: another stream in each thread
 
 Callback = Callable[[], Exception | None]
+
+
+class Runs(Protocol):
+    """A program of driver commands, as far as an operation knows it."""
+
+    def run(self, *ids: Any) -> bool:
+        """Carry it out; False where it enqueued nothing."""
 
 
 class Completion:
@@ -27,10 +37,14 @@ class Completion:
 
     Attributes
     ----------
+    stream : int
+        The stream that it belongs to.
+    captured : bool
+        It was captured into a graph: it runs at each replay, and what it uses is never used for anything else.
+    queue : CompletionQueue
+        That of its device.
     error : Exception or None
         What it met, once it is over.
-    abandoned : bool
-        It failed, and nothing will ever tell whether what was enqueued for it is over.
     handled : bool
         Somebody learns the error; else it is logged.
     uses : numpy.ndarray of uint64, or None
@@ -38,47 +52,39 @@ class Completion:
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "_callbacks",
-            "_checks",
-            "_event",
-            "_pending",
-            "_queue",
-            "_refs",
-            "abandoned",
-            "error",
-            "handled",
-        ),
-        *("handled", "stream", "uses"),
+        *("__weakref__", "_callbacks", "_checks", "_event", "_pending", "_refs", "captured", "error", "handled"),
+        *("queue", "stream", "uses"),
     )
 
-    def __init__(self, queue: CompletionQueue, event: int | None, stream: int | None) -> None:
-        self.stream = stream
-        self.error: Exception | None = None
-        self._queue = queue
-        self._event = event
-        self._pending = self.handled = self.abandoned = False
-        self.uses: Any = None
-        self._refs: object = None
-        self._checks: tuple[Callback, ...] = ()
-        self._callbacks: tuple[Callback, ...] = ()
+    stream: int
+    captured: bool
+    queue: CompletionQueue
+    error: Exception | None
+    uses: Any
+    _event: int | None
+    _pending: bool
+    _refs: object
+    _checks: tuple[Callback, ...]
+    _callbacks: tuple[Callback, ...]
 
     def __repr__(self) -> str:
-        where = "" if self.stream is None else f" on stream {self.stream:#x}"
-        begun = f"event {self._event:#x}" if self._event is not None else "not known to be over"
-        state = "over" if self._event is None and not self._pending else begun
-        return f"transfer{where}, {state}"
+        event = f"event {self._event:#x}" if self._event is not None else "not known to be over"
+        return f"transfer on stream {self.stream:#x}, {'over' if self.finished else event}"
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is known to be over; asks nobody. False for ever where the driver cannot tell any more."""
+        return self._event is None and not self._pending
 
     def done(self) -> bool:
-        """Whether the operation is over; settles it if so."""
+        """Whether the operation is over; finishes it if so."""
         with relaxed():
             over = self.over()
-        self._queue.release_refs()
+        self.queue.release_refs()
         return over
 
     def over(self) -> bool:
-        """The same for those who hold a lock: what the operation borrowed is not let go of yet.
+        """The same for those who hold a lock: what the operation borrowed is not dropped yet.
 
         Its end may lead to a finalizer that wants any lock. To be asked within the driver's `relaxed`.
         """
@@ -86,7 +92,7 @@ class Completion:
             return False
         if self._event is None:
             return True
-        with self._queue.lock:
+        with self.queue.lock:
             if self._event is not None:
                 if not driver().event_done(self._event):
                     return False
@@ -101,6 +107,9 @@ class Completion:
         TransferTimeoutError
             It is not after `timeout` seconds; it goes on.
         """
+        if self.captured:  # what replays reported since the last call; waits for nothing
+            self.error = _run(self._checks)
+            return
         self.handled = True
         event = self._event
         if timeout is not None:
@@ -109,10 +118,10 @@ class Completion:
         if event is None or self.done():
             return
         driver().event_synchronize(event)
-        with self._queue.lock:
+        with self.queue.lock:
             if self._event is not None:
                 self._finish()
-        self._queue.release_refs()
+        self.queue.release_refs()
 
     def _wait_until(self, deadline: float, timeout: float) -> None:
         pause = 20e-6
@@ -125,7 +134,7 @@ class Completion:
 
     def wait_on(self, stream: int) -> None:
         """Make a stream of the same device wait until the operation is over."""
-        with self._queue.lock:
+        with self.queue.lock:
             if self._event is not None:
                 driver().stream_wait_event(stream, self._event)
 
@@ -151,8 +160,8 @@ class Completion:
         finally:
             self._pending = False
         if event is not None:
-            self._queue.give_event(event)
-        self._queue.released.append(self._refs)
+            self.queue.give_event(event)
+        self.queue.released.append(self._refs)
         self._refs = None
 
 
@@ -163,57 +172,30 @@ def _run(callbacks: tuple[Callback, ...]) -> Exception | None:
     return error
 
 
-class Captured(Completion):
-    """An operation captured into a graph: it runs at each replay, and what it uses is never used for anything else."""
-
-    __slots__ = ()
-
-    def __init__(
-        self, queue: CompletionQueue, refs: object, checks: tuple[Callback, ...], callbacks: tuple[Callback, ...]
-    ) -> None:
-        super().__init__(queue, None, None)
-        self._refs, self._checks, self._callbacks = refs, checks, callbacks  # the last is never called
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Take up what replays reported since the last call; waits for nothing."""
-        self.error = _run(self._checks)
-
-
 class Operation(Completion):
     """One operation while it is being enqueued; ends in `commit` or `abort`. It counts as not over before.
 
     Attributes
     ----------
-    stream : int
-        The stream that the operation belongs to.
-    captured : bool
-        It is captured into a graph.
     enqueued : list of int
         Streams that were given work for it.
     recorded : bool
         Its event was recorded behind all of that.
     """
 
-    __slots__ = ("captured", "enqueued", "recorded")
-
-    stream: int
+    __slots__ = ("enqueued", "recorded")
 
     def __init__(self, queue: CompletionQueue, stream: int, captured: bool) -> None:
-        self.stream, self.error = stream, None
-        self._queue, self.captured = queue, captured
-        if captured:
-            self._event = None
-        elif queue.events:
+        self.stream, self.captured, self.queue, self.error, self.uses = stream, captured, queue, None, None
+        self._event = None
+        if not captured:
             try:
                 self._event = queue.events.pop()
-            except IndexError:  # another thread took it
+            except IndexError:
                 self._event = queue.take_event()
-        else:
-            self._event = queue.take_event()
-        self._pending, self.handled, self.abandoned, self.uses = True, False, False, None
+        self._pending, self.handled, self.recorded = True, False, False
         self._refs, self._checks, self._callbacks = None, (), ()
         self.enqueued: list[int] = []
-        self.recorded = False
 
     @property
     def event(self) -> int | None:
@@ -230,25 +212,57 @@ class Operation(Completion):
 
     def follow(self, stream: int) -> None:
         """Make the operation's stream wait for what another stream was given so far."""
-        event = self._queue.take_event()
-        self.on_done(functools.partial(self._queue.give_event, event))
+        event = self.queue.take_event()
+        self.on_done(functools.partial(self.queue.give_event, event))
         driver().event_record(event, stream)
         driver().stream_wait_event(self.stream, event)
 
+    def run(self, program: Runs, *ids: Any, streams: Sequence[int] = ()) -> bool:
+        """Have a program enqueue all of it, the event as well; False where it enqueued nothing.
+
+        `ids` are what the program is run with; it enqueues on `streams` beside the operation's own.
+
+        Raises
+        ------
+        BoundsError
+            An id is bad; nothing was enqueued.
+        DriverError
+            A driver call failed; what came before it was enqueued.
+        """
+        enqueued = self.enqueued
+        before = len(enqueued)
+        enqueued.append(self.stream)
+        enqueued += streams
+        try:
+            done = self.recorded = program.run(*ids)
+        except BoundsError:
+            del enqueued[before:]
+            raise
+        if not done:
+            del enqueued[before:]
+        return done
+
+    def abandon(self) -> None:
+        """`abort` where a program enqueued nothing."""
+        self.enqueued.clear()
+        self.abort()
+
     def commit(self, refs: object) -> Completion:
         """Record the event on the stream behind all that was enqueued, and keep `refs` until it is reached."""
+        queue, self._refs = self.queue, refs
         if self._event is None:
             self._pending = False
-            made = Captured(self._queue, refs, self._checks, self._callbacks)
-            self._queue.captured.append(made)
-            return made
+            queue.captured.append(self)
+            return self
         self.enqueued.append(self.stream)
         try:
-            queue = self._queue
             if not self.recorded:
                 queue.owner.event_record(self._event, self.stream)
-            self._refs = refs
-            queue._open.append(self)
+            stream = self.stream if self.stream != _PER_THREAD else -threading.get_ident()
+            behind = queue.streams.get(stream)
+            if behind is None:
+                behind = queue.streams.setdefault(stream, deque())
+            behind.append(self)
         except BaseException:
             self.abort()
             raise
@@ -270,13 +284,12 @@ class Operation(Completion):
             pass
         finally:
             if not over:
-                self._queue.abandoned.append((callbacks, refs))  # never used again: work may still hold it
+                self.queue.abandoned.append((callbacks, refs))  # never used again: work may still hold it
             # What is lost counts as under way for ever: so does the memory that it borrowed.
             self._event, self._checks, self._callbacks, self._refs, self._pending = None, (), (), None, not over
-            self.abandoned = not over
         if over:
             if event is not None:
-                self._queue.give_event(event)
+                self.queue.give_event(event)
             _run(callbacks)
 
 
@@ -285,6 +298,8 @@ class CompletionQueue:
 
     Attributes
     ----------
+    streams : dict of int to deque
+        The operations by stream. `commit` appends, which takes no lock; operations are taken off with it.
     events : list of int
         Events that nobody uses; while there is one, an operation can begin without the device's context.
     """
@@ -292,18 +307,20 @@ class CompletionQueue:
     def __init__(self) -> None:
         self.owner = driver()
         self.lock = fork.lock()
-        self._open: deque[Completion] = deque()
+        # In order: where the front is under way, so is what is behind it.
+        self.streams: dict[int, deque[Completion]] = {}
         self.events: list[int] = []
         self._begun = 0
         self.abandoned: list[object] = []
-        self.captured: list[Captured] = []  # for good: nothing tells when the graphs are gone that replay them
-        self.released: deque[object] = deque()  # what operations that are over borrowed, to be let go of without a lock
+        self.captured: list[Completion] = []  # for good: nothing tells when the graphs are gone that replay them
+        self.released: deque[object] = deque()  # what finished operations borrowed, to be dropped without a lock
+        self._errors: deque[Exception] = deque()  # to be logged without a lock: whoever logs holds locks of his own
 
     def __len__(self) -> int:
-        return len(self._open)
+        return sum(map(len, list(self.streams.values())))
 
     def take_event(self) -> int:
-        """An event that nobody uses. The device's context is current."""
+        """An event that nobody uses. The device's context is current, unless there is one in `events`."""
         try:
             return self.events.pop()
         except IndexError:
@@ -315,77 +332,80 @@ class CompletionQueue:
         return None
 
     def begin(self, stream: int, *, captured: bool = False) -> Operation:
-        """Begin an operation on a stream, and settle old ones that are over. The device's context is current.
+        """Begin an operation on a stream, and finish old ones that are over. The device's context is current.
 
         Asking whether an event was reached costs half a launch, so a few operations are left in the queue for a while;
         and a capture that is in progress on the stream has no time for it.
         """
-        self._begun += 1
-        if not captured and (len(self._open) >= 2 * _QUIET or not self._begun % (2 * _QUIET)):
-            self.reap()
-        if self.released and not captured:
-            self.release_refs()
+        if not captured:
+            self._begun += 1
+            if not self._begun % _EVERY:
+                self.reap()
+            elif self.released:
+                self.release_refs()
         return Operation(self, stream, captured)
 
     def release_refs(self) -> None:
-        """Let go of what operations that are over borrowed. The caller holds no lock."""
-        while self.released:
-            try:
+        """Drop what finished operations borrowed, and log errors that nobody waits for. The caller holds no lock."""
+        with contextlib.suppress(IndexError):  # another thread took it
+            while self.released:
                 self.released.popleft()
-            except IndexError:  # another thread took it
-                return
+        with contextlib.suppress(IndexError):
+            while self._errors:
+                _log.error("%s", self._errors.popleft())
 
     def fail_all(self, error: Exception) -> None:
         """End every operation with an error: the context, with all its events and work, is gone."""
         with self.lock:
-            lost, self._open = list(self._open), deque()
+            failed = [one for queue in self.streams.values() for one in queue]
+            self.streams.clear()
             self.events.clear()
-            for one in lost:
+            for one in failed:
                 one.error = one.error or error
                 one._event, one._checks, one._callbacks, one._pending = None, (), (), False
                 self.released.append(one._refs)
                 one._refs = None
         self.release_refs()
 
-    def reap(self, limit: int = 2 * _QUIET) -> None:
-        """Settle old operations that are over, without waiting; an error nobody waits for is logged.
-
-        One that is not over goes to the back, so that a stream that stands still does not hold up the others.
-        """
-        met: list[Exception] = []  # told outside the lock: whoever logs holds locks of his own
-        # `drain` must not miss what is off the queue for a moment.
+    def poll(self) -> DriverError | None:
+        """Finish operations that are over, without waiting; for those who hold a lock. The driver's error."""
+        failed: DriverError | None = None
         with self.lock, self.owner.relaxed():
-            while self._open and limit:
-                limit -= 1
-                oldest = self._open[0]
-                over = oldest.over()
-                # A finalizer may have settled operations in the meantime, in this very thread.
-                if not self._open or self._open[0] is not oldest:
-                    continue
-                if not over:
-                    self._open.rotate(-1)
-                    break
-                self._open.popleft()
-                if oldest.error is not None and not oldest.handled:
-                    met.append(oldest.error)
-        for error in met:
-            _log.error("%s", error)
+            for queue in list(self.streams.values()):
+                try:
+                    while queue and (first := queue[0]).over():
+                        self._remove(queue, first)
+                except DriverError as error:
+                    failed = failed or error
+        return failed
+
+    def _remove(self, queue: deque[Completion], one: Completion) -> None:
+        try:
+            queue.remove(one)
+        except ValueError:  # another thread, or a finalizer in the midst of this one, did
+            return
+        if one.error is not None and not one.handled:
+            self._errors.append(one.error)
+
+    def reap(self) -> None:
+        """Finish operations that are over, without waiting; an error that nobody waits for is logged."""
+        failed = self.poll()
+        self.release_refs()
+        if failed is not None:
+            raise failed
 
     def drain(self) -> None:
         """Wait for every operation in the queue."""
         while True:
             with self.lock:
-                # A copy: other threads commit without the lock.
-                oldest = next((one for one in list(self._open) if not one._pending), None)
-            if oldest is None:
+                queues = list(self.streams.values())
+                found = next(((queue, one) for queue in queues for one in list(queue) if not one._pending), None)
+            if found is None:
+                self.release_refs()
                 return
+            queue, oldest = found
             handled = oldest.handled
             oldest.wait()
             oldest.handled = handled
-            try:
-                with self.lock:
-                    self._open.remove(oldest)
-            except ValueError:  # another thread took it
-                continue
-            if oldest.error is not None and not handled:
-                _log.error("%s", oldest.error)
+            with self.lock:
+                self._remove(queue, oldest)

@@ -199,33 +199,6 @@ def device_if_active(device: int) -> AbstractContextManager[object]:
     return DeviceScope(device) if active else nullcontext()
 
 
-class FreshScope:
-    """A `DeviceScope` in which something is made: where the context was reset, what was made before ends first."""
-
-    __slots__ = ("_device", "_scope")
-
-    def __init__(self, device: int) -> None:
-        self._device = device
-
-    def __enter__(self) -> FreshScope:
-        check_for_reset(self._device)
-        self._scope = DeviceScope(self._device)
-        self._scope.__enter__()
-        try:
-            d = driver()
-            if self._device not in _marks.get(d, _NO_MARKS):
-                _mark(d, self._device)
-        except BaseException:
-            self._scope.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._scope.__exit__(kind, error, trace)
-
-
 class DeviceScope:
     """Makes a context of a device current for a ``with`` block, and restores what was current before.
 
@@ -268,3 +241,21 @@ class DeviceScope:
             driver().context_pop()
         if error is not None:
             note_error(error, self._device)
+
+
+class FreshScope(DeviceScope):
+    """A `DeviceScope` in which something is made: where the context was reset, what was made before ends first."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> FreshScope:
+        check_for_reset(self._device)
+        super().__enter__()
+        try:
+            d = driver()
+            if self._device not in _marks.get(d, _NO_MARKS):
+                _mark(d, self._device)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self

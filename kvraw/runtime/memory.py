@@ -14,8 +14,8 @@ import numpy.typing as npt
 from kvraw.errors import BoundsError, DriverError
 from kvraw.runtime import fork
 from kvraw.runtime.closeable import Owner
-from kvraw.runtime.context import DeviceScope, FreshScope, active_device, at_reset, tie
-from kvraw.runtime.driver import CudaDriver, driver, driver_here, driver_if
+from kvraw.runtime.context import DeviceScope, FreshScope, active_device, at_reset
+from kvraw.runtime.driver import CudaDriver, driver, driver_here
 from kvraw.runtime.host.registration import Registration as Registration
 from kvraw.runtime.program import Commands, Program
 
@@ -285,13 +285,6 @@ def held_by(address: int) -> int | None:
         return None
 
 
-def _free_device(known: weakref.ref[CudaDriver], device: int, address: int) -> None:
-    d = driver_if(known)
-    if d is not None:
-        with DeviceScope(device):
-            d.mem_free(address)
-
-
 class DeviceBuffer(Owner):
     """Device memory, freed on close (the driver waits for the device then). Libraries take it as an array of bytes.
 
@@ -319,21 +312,12 @@ class DeviceBuffer(Owner):
         d = driver()
         with FreshScope(device):
             self.address = d.mem_alloc(max(nbytes, 1))
-        self._finalizer = weakref.finalize(self, _free_device, weakref.ref(d), device, self.address)
-        tie(self)
-        self._finalizer.atexit = False  # transfers may go on at exit; the driver ends them, and frees what they use
+        self._own_handle(device, "mem_free", self.address)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         self.require_open()
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
-
-
-def _free_pinned(known: weakref.ref[CudaDriver], device: int, address: int) -> None:
-    d = driver_if(known)
-    if d is not None:
-        with DeviceScope(device):
-            d.host_free(address)
 
 
 class PinnedBuffer(Owner):
@@ -344,9 +328,7 @@ class PinnedBuffer(Owner):
         d = driver()
         with FreshScope(device):
             self.address = d.host_alloc(max(nbytes, 1))
-            self._finalizer = weakref.finalize(self, _free_pinned, weakref.ref(d), device, self.address)
-            tie(self)
-            self._finalizer.atexit = False  # transfers may go on at exit; the driver ends them, and frees what they use
+            self._own_handle(device, "host_free", self.address)
             try:
                 self.device_address = d.host_device_address(self.address)
             except BaseException:

@@ -86,19 +86,27 @@ def no_compiler(error: DriverError) -> str:
 
 
 class ArgumentBlock:
-    """A kernel's only argument, a structure passed by value: a numpy record that is changed in place between launches.
+    """A kernel's only argument, a structure passed by value, that is changed in place between launches.
 
     Attributes
     ----------
-    record : numpy.ndarray
-        One record of the structure's dtype.
+    words : numpy.ndarray of uint64
+        The structure's memory, and behind it the array of argument addresses: its own.
+    start : int
+        Where it lies.
     address : int
         Address of the array of argument addresses that the driver takes.
     """
 
-    __slots__ = ("_params", "address", "record")
+    __slots__ = ("_dtype", "address", "start", "words")
 
     def __init__(self, dtype: np.dtype) -> None:
-        self.record = np.zeros(1, dtype)
-        self._params = np.array([self.record.ctypes.data], np.uint64)
-        self.address = int(self._params.ctypes.data)
+        count = -(-dtype.itemsize // 8)
+        self._dtype, self.words = dtype, np.zeros(count + 1, np.uint64)  # numpy makes records ten times as slowly
+        self.start = int(self.words.ctypes.data)
+        self.words[count], self.address = self.start, self.start + 8 * count
+
+    @property
+    def record(self) -> np.ndarray:
+        """The structure, as one record of its dtype."""
+        return self.words.view(np.uint8)[: self._dtype.itemsize].view(self._dtype)

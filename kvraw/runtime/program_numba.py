@@ -26,7 +26,7 @@ _P = ir.IntType(8).as_pointer()
 
 LAUNCH, COPY, BATCH, COPY_2D, MEMSET, RECORD = pr.LAUNCH, pr.COPY, pr.BATCH, pr.COPY_2D, pr.MEMSET, pr.RECORD
 WAIT, REACHED, UNCAPTURED, ON_DEVICE = pr.WAIT, pr.REACHED, pr.UNCAPTURED, pr.ON_DEVICE
-SAME_MEMORY = pr.SAME_MEMORY
+SAME_MEMORY, EACH = pr.SAME_MEMORY, pr.EACH
 CHECK, WRITE, DRIVER_ROWS = pr.CHECK, pr.WRITE, pr.DRIVER_ROWS
 SKIP_NEGATIVE, DISTINCT, OUT_OF_RANGE, DUPLICATE = pr.SKIP_NEGATIVE, pr.DISTINCT, pr.OUT_OF_RANGE, pr.DUPLICATE
 ENDED, NOT_READY, NO_CONTEXT, NO_INDEX, EXCHANGE = pr.ENDED, pr.NOT_READY, pr.NO_CONTEXT, pr.NO_INDEX, 8 * pr.EXCHANGE
@@ -246,6 +246,11 @@ def _run_source(header: Any, ids: Any) -> Any:
                 _store(header + FAILED_COPY, NO_INDEX)
                 result = _call9(f, a, b, c, d, header + ATTRIBUTES, header + ATTRIBUTES_AT, 1, header + FAILED_COPY, e)
                 detail = _load(header + FAILED_COPY)
+        elif op == EACH:
+            for j in range(d):
+                size = _load(c + 8 * j)
+                if size and result == 0:
+                    result = _copy(f, _load(a + 8 * j), _load(b + 8 * j), size, e)
         elif op == COPY_2D:
             if e and _load(row + 48):
                 s = header + COPY_2D_AT
@@ -281,6 +286,7 @@ def _run_source(header: Any, ids: Any) -> Any:
         elif op == CHECK:
             result, detail = _check(row)
         elif op == WRITE:
+            b += d * _load(row + 48)
             for j in range(c):
                 _store(a + 8 * j, (_load(b + 8 * j) if d == 8 else _load_int32(b + 4 * j)) + e)
         if result != 0:

@@ -17,37 +17,38 @@ REACHED      8 event                                                            
 UNCAPTURED   9 stream                                                             cuStreamIsCapturing
 ON_DEVICE   10 device                                                             cuCtxGetDevice
 SAME_MEMORY 11 address, number                                                    cuPointerGetAttribute
-CHECK       12 ids, count, width, limit, flags, marks, first                      nothing: checks ids
-WRITE       13 dst, src, count, width, add                                        nothing: writes words
+EACH        12 dst, src, sizes (addresses of uint64 vectors), copies, stream      cuMemcpyAsync, one by one
+CHECK       13 ids, count, width, limit, flags, marks, first                      nothing: checks ids
+WRITE       14 dst, src, count, width, add, first                                 nothing: writes words
 ========== === ================================================================== ==========================
 
 LAUNCH has a grid of ``blocks`` x 1 x 1 and ``threads`` x 1 x 1; ``params`` is the address of an array of argument
-addresses. A LAUNCH of no blocks and a COPY, BATCH, COPY_2D or MEMSET of nothing is left out, so a value may switch it
-off. Four end the program, without an error: REACHED where the event is not reached (asked in relaxed capture mode),
-UNCAPTURED where a capture is in progress on the stream, ON_DEVICE where the current context is not one of the device,
-SAME_MEMORY where the allocation or registration around an address is not the one of this number (`pointer_number`).
+addresses. A LAUNCH of no blocks and a COPY, BATCH, EACH, COPY_2D or MEMSET of nothing is left out, so a value may
+switch it off. Four end the program, without an error: REACHED where the event is not reached (asked in relaxed capture
+mode), UNCAPTURED where a capture is in progress on the stream, ON_DEVICE where the current context is not one of the
+device, SAME_MEMORY where the allocation or registration around an address is not the one of this number
+(`pointer_number`).
 
 CHECK looks at ``count`` ids of ``width`` 4 or 8 bytes, signed: each is in [0, limit), and with `DISTINCT` none stands
 twice; with `SKIP_NEGATIVE` negative ones count for neither. ``marks`` is one bit for each id below the limit, all zero
 before and after; ``first`` is what errors add to a position. All are checked against the limit before any duplicate is
-looked for. WRITE stores ``count`` signed integers of ``width`` 4 or 8 bytes as 64-bit words, ``add`` added to each.
+looked for. WRITE stores ``count`` signed integers of ``width`` 4 or 8 bytes from entry
+``first`` of a vector on as 64-bit words, ``add`` added to each.
 
 A program begins with its links: each stores a value, plus a number, as an operand of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 __all__ = ["IDS", "IDS_COUNT", "Address", "Commands", "Operand", "Value"]
 
 WORDS = 8  # of a row
-(LAUNCH, COPY, BATCH, COPY_2D, MEMSET, RECORD, WAIT, REACHED, UNCAPTURED, ON_DEVICE, SAME_MEMORY, CHECK, WRITE) = range(
-    1, 14
-)
-DRIVER_ROWS = SAME_MEMORY  # up to here a row calls the driver
+_MASK = 2**64 - 1
+(LAUNCH, COPY, BATCH, COPY_2D, MEMSET, RECORD, WAIT, REACHED, UNCAPTURED, ON_DEVICE, SAME_MEMORY, EACH) = range(1, 13)
+CHECK, WRITE = 13, 14
+DRIVER_ROWS = EACH  # up to here a row calls the driver
 
 SKIP_NEGATIVE, DISTINCT = 1, 2  # flags of CHECK
 OUT_OF_RANGE, DUPLICATE = 1, 2  # what CHECK meets
@@ -68,6 +69,7 @@ CALLS = {
     UNCAPTURED: "cuStreamIsCapturing",
     ON_DEVICE: "cuCtxGetDevice",
     SAME_MEMORY: "cuPointerGetAttribute",
+    EACH: "cuMemcpyAsync",
 }
 EXCHANGE = 0  # cuThreadExchangeStreamCaptureMode
 
@@ -118,14 +120,6 @@ Operand = int | Value | Address
 IDS, IDS_COUNT = Value(0), Value(1)
 
 
-class Link(NamedTuple):
-    """A word of the table that a value is stored to."""
-
-    word: int
-    value: int
-    add: int
-
-
 class Commands:
     """Rows in the order in which a program carries them out.
 
@@ -133,7 +127,9 @@ class Commands:
     """
 
     def __init__(self) -> None:
-        self.rows: list[tuple[Operand, ...]] = []
+        self.words: list[int] = []  # of all rows
+        self.links: list[int] = []  # three each: a word, the value that is stored to it, and what is added
+        self.addresses: list[tuple[int, int]] = []  # words that hold where a value lies
         self.names: dict[int, str] = {}  # of what CHECK rows check
         self.limits: dict[int, int] = {}  # of those whose ids must be distinct
         self.values = 2
@@ -143,9 +139,19 @@ class Commands:
         first, self.values = self.values, self.values + count
         return Value(first)
 
-    def _row(self, *words: Operand) -> int:
-        self.rows.append((*words, *[0] * (WORDS - len(words))))
-        return len(self.rows) - 1
+    def _row(self, op: int, *operands: Operand) -> int:
+        words, at = self.words, len(self.words)
+        words += (op, 0, 0, 0, 0, 0, 0, 0)
+        for place, operand in enumerate(operands, at + 1):
+            if type(operand) is Value:
+                if operand.index >= self.values:
+                    raise ValueError(f"row {at // WORDS} uses value {operand.index}, of {self.values}")
+                self.links += (place, operand.index, operand.add & _MASK)
+            elif type(operand) is Address:
+                self.addresses.append((place, operand.value))
+            else:
+                words[place] = int(operand) & _MASK  # type: ignore[arg-type]
+        return at // WORDS
 
     def launch(
         self, kernel: Operand, blocks: Operand, threads: Operand, stream: Operand, params: Operand, shared: Operand = 0
@@ -160,6 +166,10 @@ class Commands:
     def copy_batch(self, dst: Operand, src: Operand, sizes: Operand, count: Operand, stream: Operand) -> int:
         """All copies of three uint64 vectors, given by their addresses, unordered among themselves."""
         return self._row(BATCH, dst, src, sizes, count, stream)
+
+    def copy_each(self, dst: Operand, src: Operand, sizes: Operand, count: Operand, stream: Operand) -> int:
+        """The same one by one: for few copies, and where a driver has no batch call."""
+        return self._row(EACH, dst, src, sizes, count, stream)
 
     def copy_2d(
         self,
@@ -234,34 +244,17 @@ class Commands:
             self.limits[row] = limit
         return row
 
-    def write(self, dst: Operand, src: Operand, count: Operand, *, add: Operand = 0, width: int = 8) -> int:
-        """Store `count` signed integers of `width` bytes as 64-bit words, `add` added to each."""
+    def write(
+        self, dst: Operand, src: Operand, count: Operand, *, add: Operand = 0, width: int = 8, first: Operand = 0
+    ) -> int:
+        """Store `count` signed integers of `width` bytes, from entry `first` on, as 64-bit words, plus `add`."""
         if width not in (4, 8):
             raise ValueError(f"width is {width}, must be 4 or 8")
-        return self._row(WRITE, dst, src, count, width, add)
+        return self._row(WRITE, dst, src, count, width, add, first)
 
-    def resolved(self, values: int, marks: dict[int, int]) -> tuple[list[tuple[int, ...]], list[Link]]:
-        """Rows as integers, and the links, for values at an address and marks at one for each row that has some."""
-        rows: list[tuple[int, ...]] = []
-        links: list[Link] = []
-        for at, row in enumerate(self.rows):
-            words: list[int] = []
-            for k, operand in enumerate(row):
-                if isinstance(operand, Value):
-                    if operand.index >= self.values:
-                        raise ValueError(f"row {at} uses value {operand.index}, of {self.values}")
-                    links.append(Link(at * WORDS + k, operand.index, operand.add % 2**64))
-                    words.append(0)
-                elif isinstance(operand, Address):
-                    words.append(values + 8 * operand.value)
-                else:
-                    words.append(operand % 2**64)
-            if at in marks:
-                words[6] = marks[at]
-            rows.append(tuple(words))
-        return rows, links
+    def __len__(self) -> int:
+        return len(self.words) // WORDS
 
-
-def calls_of(rows: Sequence[Sequence[int]]) -> set[str]:
-    """The driver functions that rows call."""
-    return {CALLS[row[0]] for row in rows if row[0] in CALLS}
+    def calls(self) -> set[str]:
+        """The driver functions that rows call."""
+        return {CALLS[op] for op in set(self.words[::WORDS]) if op in CALLS}

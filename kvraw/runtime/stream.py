@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from types import TracebackType
 from typing import Any
 
 from kvraw.errors import ClosedError, PlacementError
-from kvraw.runtime.context import DeviceScope, FreshScope, current_device, reset_error, tie
-from kvraw.runtime.driver import CudaDriver, driver, driver_if
+from kvraw.runtime.closeable import Owner
+from kvraw.runtime.context import DeviceScope, FreshScope, current_device, reset_error
+from kvraw.runtime.driver import CudaDriver, driver
 
 __all__ = ["LEGACY", "Stream", "capturing", "stream_device", "stream_handle"]
 
@@ -91,14 +91,7 @@ def capturing(stream: int, device: int) -> bool:
         return driver().stream_capturing(stream)
 
 
-def _destroy(known: weakref.ref[CudaDriver], device: int, handle: int) -> None:
-    d = driver_if(known)
-    if d is not None:
-        with DeviceScope(device):
-            d.stream_destroy(handle)
-
-
-class Stream:
+class Stream(Owner):
     """A stream of our own on a device, non-blocking with regard to the legacy default stream.
 
     Streams of other libraries are taken everywhere as well; this is for those who have none.
@@ -126,14 +119,12 @@ class Stream:
         with FreshScope(device):
             self._handle = d.stream_create()
         self.open_handle = self._handle  # 0 once it is closed or lost
-        self._finalizer = weakref.finalize(self, _destroy, weakref.ref(d), device, self._handle)
-        tie(self)
-        self._finalizer.atexit = False  # transfers may go on at exit; the driver ends them, and frees what they use
+        self._own_handle(device, "stream_destroy", self._handle)
 
     @property
     def handle(self) -> int:
         """The driver's handle."""
-        if not self._finalizer.alive:
+        if self.closed:
             raise reset_error(self.device, "the stream") if self._lost else ClosedError("the stream is closed")
         return self._handle
 
@@ -153,12 +144,4 @@ class Stream:
     def close(self) -> None:
         """Destroy the stream; work that it was given still completes. Idempotent."""
         self.open_handle = 0
-        self._finalizer()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().close()

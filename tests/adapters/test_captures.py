@@ -12,10 +12,9 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import deferred_errors, sglang, vllm
-from kvraw.adapters.lmcache import _place
+from kvraw.adapters import deferred_errors, sglang, tensors, vllm
 from kvraw.copying.device_state import device_state
-from kvraw.runtime.completion import Captured
+from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
 from tests.adapters.test_lmcache_blocks import World, call
 from tests.adapters.test_lmcache_groups import Plan
@@ -31,7 +30,7 @@ def w(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
     made = TorchLike(0).install(monkeypatch)
     assert made.stream is not None
     handle = made.stream.handle
-    monkeypatch.setattr(_place, "_raw_stream", lambda device: handle)
+    monkeypatch.setattr(tensors, "_raw_stream", lambda device: handle)
     yield made
     fake.capture(handle, False)
     made.synchronize()
@@ -93,14 +92,15 @@ CASES: dict[str, Callable[[TorchLike], Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_graph_uses_is_kept(fake: FakeDriver, w: TorchLike, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     memory, run = CASES[name](w)
-    ended: list[weakref.ref[Captured]] = []
-    begin = Captured.__init__
+    ended: list[weakref.ref[Operation]] = []
+    begin = Operation.__init__
 
-    def made(self: Captured, *args: Any) -> None:
+    def made(self: Operation, *args: Any) -> None:
         begin(self, *args)
-        ended.append(weakref.ref(self))
+        if self.captured:
+            ended.append(weakref.ref(self))
 
-    monkeypatch.setattr(Captured, "__init__", made)
+    monkeypatch.setattr(Operation, "__init__", made)
     assert w.stream is not None
     run()  # what is looked up once is
     w.synchronize()

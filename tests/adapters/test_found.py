@@ -10,9 +10,9 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import sglang, vllm
-from kvraw.adapters.lmcache import _place
+from kvraw.adapters import sglang, tensors, vllm
 from kvraw.copying import pointer_tables
+from kvraw.copying.bound_copies import BoundCopies
 from kvraw.copying.device_state import device_state
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -51,7 +51,7 @@ def rows(device: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rows]:
     w = TorchLike(device).install(monkeypatch)
     assert w.stream is not None
     handle = w.stream.handle
-    monkeypatch.setattr(_place, "_raw_stream", lambda at: handle)
+    monkeypatch.setattr(tensors, "_raw_stream", lambda at: handle)
     yield Rows(w)
     w.synchronize()
 
@@ -103,8 +103,6 @@ def test_slots_of_lmcache(rows: Rows) -> None:
 
 
 def test_a_part_of_an_operation_stops_no_other(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvraw.adapters import sglang_staged
-
     w, tokens, page = rows.w, 16, 4
     layers = [w.put("device", np.full((tokens, ROW), k + 1, np.uint8)) for k in range(2)]
     table, staging = w.table("device", layers), w.empty("device", (page, 2, ROW))
@@ -112,13 +110,14 @@ def test_a_part_of_an_operation_stops_no_other(rows: Rows, monkeypatch: pytest.M
     index = np.arange(tokens)
     index[1] = -1
     src, to = w.put("device", index), w.put("host", np.arange(tokens))
-    real = sglang_staged.copy_items
+    real = BoundCopies.enqueue
 
-    def slowly(*args: Any, **more: Any) -> None:
-        real(*args, **more)
+    def slowly(*args: Any) -> Any:
+        done = real(*args)
         w.synchronize()
+        return done
 
-    monkeypatch.setattr(sglang_staged, "copy_items", slowly)
+    monkeypatch.setattr(BoundCopies, "enqueue", slowly)
     sglang.transfer_hicache_all_layer_mla_staged_lf_pf(table, src, to, staging, dst, page_size=page, element_size=ROW)
     w.synchronize()
     found = w.take(dst)

@@ -10,8 +10,8 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import deferred_errors
-from kvraw.adapters.lmcache import _blend_groups, _memo, _paged, _place, _planned
+from kvraw.adapters import deferred_errors, tensors
+from kvraw.adapters.lmcache import _blend_groups, _memo, _paged, _planned
 from kvraw.runtime import driver as driver_module
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.memory import Laid, numbers
@@ -309,7 +309,7 @@ def test_bad_slots_are_reported(place: int | None) -> None:
 def test_a_capture(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     r = Retrieval(0)
     with kvraw.Stream(0) as stream:
-        monkeypatch.setattr(_place, "_raw_stream", lambda device: stream.handle)
+        monkeypatch.setattr(tensors, "_raw_stream", lambda device: stream.handle)
         r.run()  # what a capture has no time to make is there now
         fake.capture(stream.handle, True)
         r.expect()

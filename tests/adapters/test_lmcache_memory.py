@@ -16,10 +16,10 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters.lmcache import _host, _memory
+from kvraw.adapters.lmcache import _memory
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver, driver_or_none
-from kvraw.runtime.host import backing, shm
+from kvraw.runtime.host import backing, libc, shm
 from kvraw.runtime.memory import locate
 from tests.helpers.leaks import segments
 
@@ -86,8 +86,8 @@ def test_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     if not pool.exists() or int(pool.read_text()) < 1:
         with pytest.raises(RuntimeError, match="mmap failed: "):
             ops.alloc_hugepage_pinned_ptr(100, 0)
-        real = _host.map_memory  # the rest of the way on ordinary pages
-        monkeypatch.setattr(_host, "map_memory", lambda nbytes, huge=False: real(nbytes))
+        real = libc.map_anonymous  # the rest of the way on ordinary pages
+        monkeypatch.setattr(libc, "map_anonymous", lambda nbytes, **_: real(nbytes, align=2 << 20))
     for alloc_, free_ in (
         (ops.alloc_hugepage_pinned_ptr, ops.free_hugepage_pinned_ptr),
         (ops.alloc_hugepage_pinned_numa_ptr, ops.free_hugepage_pinned_numa_ptr),
@@ -211,14 +211,14 @@ def test_more_than_the_control_group_may_have(monkeypatch: pytest.MonkeyPatch, k
 @pytest.mark.parametrize("kind", ["pinned_numa", "shm_pinned"])
 def test_memory_that_the_driver_keeps_stays_mapped(fake: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     unmapped: list[int] = []
-    real = _host.unmap
-    monkeypatch.setattr(_host, "unmap", lambda *a: (unmapped.append(a[0]), real(*a))[1])
+    real = libc.unmap
+    monkeypatch.setattr(libc, "unmap", lambda *a: (unmapped.append(a[1]), real(*a))[1])
     monkeypatch.setenv("KVRAW_REGISTER_BYTES", str(2 << 20))
     fake.fail("host_register", 2, "CUDA_ERROR_OUT_OF_MEMORY")
     fake.fail("host_unregister", 1, "CUDA_ERROR_LAUNCH_FAILED")
     with pytest.raises(RuntimeError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         alloc(kind, 4 << 20)
-    assert not unmapped
+    assert 4 << 20 not in unmapped
 
 
 @pytest.mark.parametrize("kind", ["pinned", "pinned_numa", "shm_pinned"])

@@ -10,7 +10,7 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters.lmcache import _recorders
+from kvraw.runtime import stream_records
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.helpers.memory import Memory
@@ -87,13 +87,13 @@ def test_an_interrupted_reading_of_the_clocks_does_not_count(monkeypatch: pytest
         ticks["monotonic"] += 1e-6 + next(late)
         return ticks["monotonic"]
 
-    monkeypatch.setattr(_recorders.time, "monotonic", monotonic)
-    monkeypatch.setattr(_recorders.time, "time", lambda: ticks["monotonic"] + 1000.0)
-    assert _recorders._wall_offset() == pytest.approx(1000.0, abs=1e-5)
+    monkeypatch.setattr(stream_records.time, "monotonic", monotonic)
+    monkeypatch.setattr(stream_records.time, "time", lambda: ticks["monotonic"] + 1000.0)
+    assert stream_records._wall_offset() == pytest.approx(1000.0, abs=1e-5)
 
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(_recorders, "_MOST", 10)
+    monkeypatch.setattr(stream_records, "_MOST", 10)
     for k in range(25):
         ops.record_completion_on_stream(0, str(k), b"")
     assert [kind for kind, _ in ops.drain_recorded_completions()] == [str(k) for k in range(15, 25)]
@@ -101,7 +101,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
 
 
 def test_bounds_of_what_waits(fake: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(_recorders, "_MOST", 10)
+    monkeypatch.setattr(stream_records, "_MOST", 10)
     stream = kvraw.Stream(0)
     for k in range(300):
         ops.record_event_on_stream(stream.handle, str(k), "", {}, {})

@@ -10,7 +10,8 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters.lmcache import _blocks, _groups, _launch, _place
+from kvraw.adapters import tensors
+from kvraw.adapters.lmcache import _blocks, _groups, _launch
 from kvraw.runtime.context import DeviceScope
 from tests.adapters.test_lmcache_blocks import World, call
 from tests.adapters.test_lmcache_groups import TOKENS, Plan, S
@@ -140,7 +141,7 @@ def test_a_capture_goes_the_general_way(fake: FakeDriver, bound: list[bool], mon
     s = Slots(0, "device")
     slots = numbers([0, 1, 2, 3, 4], "device", 0)
     with kvraw.Stream(0) as stream:
-        monkeypatch.setattr(_place, "_raw_stream", lambda device: stream.handle)
+        monkeypatch.setattr(tensors, "_raw_stream", lambda device: stream.handle)
         for _ in range(3):
             s.move(slots, 0, True)
         assert bound[-1]
@@ -238,7 +239,7 @@ def test_bad_ids_of_a_plan_are_raised_once(device: int, programs: list[bool]) ->
 def test_a_plan_in_a_capture(fake: FakeDriver, programs: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     p = Plan(0, True)
     with kvraw.Stream(0) as stream:
-        monkeypatch.setattr(_place, "_raw_stream", lambda device: stream.handle)
+        monkeypatch.setattr(tensors, "_raw_stream", lambda device: stream.handle)
         for _ in range(2):
             p.run()
         fake.capture(stream.handle, True)

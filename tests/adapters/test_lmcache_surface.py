@@ -133,7 +133,10 @@ def test_members() -> None:
     assert len({ops.H2D, ops.D2H, Peer.H2D}) == 2
     assert pickle.loads(pickle.dumps(ops.D2H)) is ops.D2H
     assert copy.deepcopy(ops.NL_X_NB_BS_NH_HS) is ops.NL_X_NB_BS_NH_HS
-    assert repr(ops.H2D) == "<TransferDirection.H2D: 0>"
+    assert pickle.loads(pickle.dumps(ops.NL_X_NB_BS_NH_HS)) is ops.NL_X_NB_BS_NH_HS
+    assert repr(ops.H2D) == "<TransferDirection.H2D: 0>" == str(ops.H2D)
+    assert [name for name in vars(ops.EngineKVFormat) if name.isupper()] == FORMATS[:12]  # the reference version's
+    assert getattr(ops.EngineKVFormat, FORMATS[18]) is ops.EngineKVFormat(18)
     with pytest.raises(ValueError, match="19 is not a valid EngineKVFormat"):
         ops.EngineKVFormat(19)
 

@@ -12,8 +12,8 @@ import pytest
 
 import kvraw
 import kvraw.adapters.lmcache as ops
-from kvraw.adapters import copies, deferred_errors, sglang, sglang_direct, vllm
-from kvraw.adapters.lmcache import _objects, _place
+from kvraw.adapters import copies, deferred_errors, sglang, sglang_direct, tensors, vllm
+from kvraw.adapters.lmcache import _objects
 from kvraw.copying import pointer_tables
 from kvraw.copying.addresses import resolve
 from kvraw.copying.device_state import device_state
@@ -146,7 +146,7 @@ def test_lmcache_objects_side_by_side_are_no_one_copy(
     assert w.stream is not None
     handle = w.stream.handle
     monkeypatch.setenv("KVRAW_ENGINE", "copy")
-    monkeypatch.setattr(_place, "_raw_stream", lambda device: handle)
+    monkeypatch.setattr(tensors, "_raw_stream", lambda device: handle)
     host, array = Pieces(fake, w, 2, 2), np.random.default_rng(1).integers(0, 256, (4, 2, 16), dtype=np.uint8)
     cache, d = w.put("device", array), ops.PageBufferShapeDesc()
     d.kv_size, d.nl, d.nb, d.bs, d.nh, d.hs, d.element_size = 1, 1, 4, 2, 1, 16, 1
@@ -186,14 +186,43 @@ def test_sglang_direct_memory_that_is_pinned_otherwise_since(fake: FakeDriver, w
     rows, device = host.tensor(0, (128, 64)), w.put("device", np.zeros((128, 64), np.uint8))
     index = w.put("host", np.arange(128))
     for pages in ([0, 1], [0], []):
-        sglang.transfer_kv_direct([rows], [device], index, index, 1)
-        np.testing.assert_array_equal(w.take(device), host.bytes.reshape(128, 64))
+        for _ in range(3):  # from the third on it is bound
+            host.bytes += 1
+            sglang.transfer_kv_direct([rows], [device], index, index, 1)
+            np.testing.assert_array_equal(w.take(device), host.bytes.reshape(128, 64))
         host.close()
         host.bytes += 1
         for page in pages:
             host.register(page)
     sglang.transfer_kv_direct([rows], [device], index, index, 1)
     np.testing.assert_array_equal(w.take(device), host.bytes.reshape(128, 64))
+
+
+@pytest.mark.parametrize("engine", ["kernel", "copy"])
+@pytest.mark.parametrize("to_host", [True, False])
+def test_vllm_blocks_in_memory_that_is_pinned_otherwise_since(
+    fake: FakeDriver, w: TorchLike, monkeypatch: pytest.MonkeyPatch, to_host: bool, engine: str
+) -> None:
+    monkeypatch.setenv("KVRAW_ENGINE", engine)
+    host = Pieces(fake, w, 2, 0)
+    host.register(0, 2)
+    rows, array = host.tensor(0, (128, 64)), np.random.default_rng(2).integers(0, 256, (128, 64), dtype=np.uint8)
+    device, order = w.put("device", array), np.random.default_rng(3).permutation(128)
+    mapping = w.put("host", np.stack([np.arange(128), order], 1))
+    ends = (device, rows) if to_host else (rows, device)
+    for pages in ([0, 1], [0], [], [0, 1]):
+        for _ in range(3):
+            host.bytes += 1
+            vllm.swap_blocks(*ends, 64, mapping)
+            w.synchronize()
+            if to_host:
+                np.testing.assert_array_equal(host.bytes.reshape(128, 64)[order], array)
+            else:
+                np.testing.assert_array_equal(w.take(device)[order], host.bytes.reshape(128, 64))
+        host.close()
+        for page in pages:
+            host.register(page)
+    host.close()
 
 
 def test_sglang_kernel_asks_about_both_planes(fake: FakeDriver, w: TorchLike) -> None:
@@ -237,12 +266,12 @@ def test_tensors_that_are_given_other_memory_or_another_shape(w: TorchLike) -> N
 
     def make() -> Any:
         made.append(1)
-        return sglang_direct._Ready(None, copies.bound_copies(()), (0, 0))
+        return sglang_direct.Known(None, copies.bound_copies((), ()), (0, 0))
 
     for _ in range(2):
-        sglang_direct._known(("test",), ("src", "dst"), group, group, make)
+        sglang_direct.known(("test",), ("src", "dst"), group, group, make)
     group[3].shape, group[3]._strides = (16, 8), (8, 1)
-    sglang_direct._known(("test",), ("src", "dst"), group, group, make)
+    sglang_direct.known(("test",), ("src", "dst"), group, group, make)
     assert len(made) == 2
     state, table = device_state(0), w.put("device", np.array([4096, 8192], np.uint64))
     assert w.stream is not None

@@ -54,7 +54,7 @@ def test_tokens_of_views_with_gaps(w: TorchLike) -> None:
     b[:, [0, 1, 2, 9]] = a[[3, 4, 5, 1]].transpose(1, 0, 2)
     same(w, [(src, a), (dst, b)])
     flat, narrow = dst.select(2, 0), w.put(kinds[0], bytes_of(TOKENS, 2))
-    with pytest.raises(kvraw.LayoutError, match=r"src_layers\[0\] has .*: gaps inside a token's bytes"):
+    with pytest.raises(kvraw.LayoutError, match=r"src_layers\[0\] has .*: gaps inside a row"):
         sglang.transfer_kv_direct([flat], [narrow], ids(w, [0], False), ids(w, [1], False), 1)
 
 
@@ -239,6 +239,8 @@ def test_embedding_ranges(w: TorchLike, way: str) -> None:
     src, dst = w.put(kinds[0], a), w.put(kinds[1], b)
     with pytest.raises(kvraw.BoundsError, match=r"dst_starts\[1\] is 22 with 3 rows, must end by 24"):
         sglang.transfer_embedding_ranges_direct(src, dst, [0, 1], [0, 22], [1, 3])
+    with pytest.raises(kvraw.BoundsError, match=rf"src_starts\[0\] is 5 with {2**63 - 1} rows, must end by 24"):
+        sglang.transfer_embedding_ranges_direct(src, dst, [5], [0], [2**63 - 1])  # their sum is no int64
     for bad in ([1.5], np.array([1.5])):
         with pytest.raises(TypeError, match="lengths holds float64, must hold integers"):
             sglang.transfer_embedding_ranges_direct(src, dst, [0], [0], bad)  # type: ignore[arg-type]

@@ -53,7 +53,16 @@ def test_host(case: Case, engine: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("case", "how"), runs("kernel", "kernel, ids on the device", "copy", "staged", "staged, ids on the device")
+    ("case", "how"),
+    runs(
+        "kernel",
+        "kernel, ids on the device",
+        "paced",
+        "paced, ids on the device",
+        "copy",
+        "staged",
+        "staged, ids on the device",
+    ),
 )
 def test_gpu(case: Case, how: str, gpu: int) -> None:
     engine, ids_on_device = how_of(case, how)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.copying.bound import BoundCall
 from kvraw.copying.plan import CopyPlan, Side
+from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
 from tests.helpers.backends import device_ids
@@ -30,17 +30,15 @@ def place(device: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Staging slots of each call that was run as a program."""
+    """Streams beside its own of each call that was run as a program: those of staging slots."""
     found: list[int] = []
-    for name in ("run", "run_call"):
-        real = getattr(BoundCall, name)
+    real = Operation.run
 
-        def run(self: BoundCall, *args: Any, real: Any = real) -> bool:
-            found.append(self.steps)
-            done: bool = real(self, *args)
-            return done
+    def run(self: Operation, *args: Any, streams: tuple[int, ...] = ()) -> bool:
+        found.append(len(streams))
+        return real(self, *args, streams=streams)
 
-        monkeypatch.setattr(BoundCall, name, run)
+    monkeypatch.setattr(Operation, "run", run)
     return found
 
 
@@ -206,6 +204,7 @@ def test_auto_packs_for_long_runs_of_the_host(fake: object, monkeypatch: pytest.
 
     And so do slots of a tensor of tokens.
     """
+    monkeypatch.setenv("KVRAW_NEIGHBOUR", "idle")
     w = Cache(0)
     monkeypatch.setattr("kvraw.copying.bound_copy.BoundCopy.enqueue", lambda self, s, o, call, choice: choice)
     monkeypatch.setattr("kvraw.cache.require_on_device", lambda *args: None)

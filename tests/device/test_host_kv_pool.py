@@ -114,7 +114,7 @@ def test_a_layer_is_there_before_the_next(w: TorchLike, layout: str, planes: int
     loading = s.pool.load_layers(s.cache, slots, target, stream=w.stream)
     for layer in range(LAYERS):
         if w.stream is not None:
-            loading.wait_on(layer, w.stream)
+            loading.wait_on(w.stream, layer)
             now = w.take(s.memory)
             want = np.stack(s.host())
             for a, b in zip(slots, target, strict=True):  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_layers_end_in_order(fake: object) -> None:
     w = TorchLike(0)
     s = Setting(w, "page_first")
     loading = s.pool.load_layers(s.cache, s.pool.alloc(8), slots_of([5, 6]), stream=w.stream)
-    loading._copies[0].wait()
+    loading._completions[0].wait()
     assert loading.done(0)
     assert fake.live()["pending"] > 0  # type: ignore[attr-defined]
     loading.wait()
@@ -259,6 +259,7 @@ def test_close_waits_for_a_call_that_has_not_enqueued_yet(fake: object, monkeypa
     w = TorchLike(0)
     s = Setting(w, "page_first")
     slots, before = s.pool.alloc(4), s.host()
+    view = s.pool.numpy(0)  # keeps the memory readable
     begun, go_on = threading.Event(), threading.Event()
     index = s.pool._index
 
@@ -273,12 +274,11 @@ def test_close_waits_for_a_call_that_has_not_enqueued_yet(fake: object, monkeypa
     assert begun.wait(10)
     closing = threading.Thread(target=s.pool.close)
     closing.start()
-    while not s.pool._closing:
+    while not s.pool._pool._closed:
         time.sleep(0.001)
     with pytest.raises(kvraw.ClosedError, match="the pool is closed"):
         s.pool.load(s.cache, slots, slots_of([3]), stream=w.stream)
     assert closing.is_alive()
-    view = s.pool.numpy(0)  # keeps the memory readable
     go_on.set()
     for one in (copying, closing):
         one.join(10)
@@ -305,7 +305,7 @@ def test_a_layer_that_fails_leaves_those_before_it_noted(fake: object, monkeypat
     monkeypatch.setattr(fake, "launch", fails)
     with pytest.raises(kvraw.DriverError):
         s.pool.load_layers(s.cache, slots, slots_of([3]), stream=w.stream)
-    assert len(s.pool._pool._busy) == 1
+    assert sum(use.queue is not None for use in s.pool._pool._uses) == 1
     s.pool.close()
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ import pytest
 import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw import codec
-from kvraw.adapters.lmcache import _memory, _place, _recorders
-from kvraw.codec import arena
+from kvraw.adapters import tensors
+from kvraw.adapters.lmcache import _memory
 from kvraw.codec.streams import dense
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import device_state, drain
@@ -28,7 +29,7 @@ from kvraw.layouts.geometry import Geometry
 from kvraw.runtime import driver as driver_module
 from kvraw.runtime.completion import CompletionQueue
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver
+from kvraw.runtime.stream_records import Recorder
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.backends import device_ids
 from tests.helpers.world import World
@@ -114,7 +115,7 @@ def test_a_kernel_that_cannot_be_launched_behind_its_copies(fake: FakeDriver, wh
         fake.fail("launch", 1 if what == "decode" else 2, FULL)
         with pytest.raises(DriverError, match="launch failed"):
             run()
-        free = arena._free[driver()].get(0, [])  # type: ignore[index]
+        free = device_state(0).idle["arena"]
         assert not free or not fake.live()["pending"]
         run().wait()
     stream.close()
@@ -151,11 +152,11 @@ def test_the_books_are_looked_through_while_others_enqueue(fake: FakeDriver) -> 
                 return True
 
         beside: Any = Beside()
-        completions._open.append(beside)
+        completions.streams[0] = deque([beside])
         begun.pop().commit(None)
         completions.drain()
         assert not begun
-        assert list(completions._open) == [beside]
+        assert list(completions.streams[0]) == [beside]
 
 
 def test_pinned_memory_is_given_back_behind_copies_by_address(
@@ -163,7 +164,7 @@ def test_pinned_memory_is_given_back_behind_copies_by_address(
 ) -> None:
     w = World(0)
     handle = w.stream.handle
-    monkeypatch.setattr(_place, "_raw_stream", lambda device: handle)
+    monkeypatch.setattr(tensors, "_raw_stream", lambda device: handle)
     with DeviceScope(0):
         address = ops.alloc_pinned_ptr(1 << 16)
         ops.lmcache_memcpy_async(address, w.memory.address, 4096, ops.D2H, 0, 4096)
@@ -184,7 +185,7 @@ def test_pinned_memory_is_given_back_behind_copies_by_address(
 
 @pytest.mark.parametrize("name", ["event_done", "event_milliseconds"])
 def test_a_record_outlives_a_failed_poll(fake: FakeDriver, name: str) -> None:
-    recorder = _recorders.Recorder()
+    recorder = Recorder()
     with kvraw.Stream(0) as one, kvraw.Stream(0) as two:
         recorder.record(one.handle, ("first",))
         recorder.record(two.handle, ("second",))

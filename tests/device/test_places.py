@@ -44,7 +44,7 @@ def test_tables_of_other_memory(device: int) -> None:
             (first + LAYER, count, kvraw.PlacementError, rf"device is {count}, must be in \[0, {count}\)"),
             (first + LAYER, -1, kvraw.PlacementError, "device is -1, must be in"),
             (first + LAYER, 0.0, TypeError, "device is 0.0, must be an integer"),
-            (first + LAYER + 2 * (16 << 20), device, (kvraw.PlacementError, kvraw.BoundsError), r"pointers\[1\]"),
+            (first + (64 << 30), device, (kvraw.PlacementError, kvraw.BoundsError), r"pointers\[1\]"),
         ):
             with pytest.raises(error, match=text):
                 kvraw.PagedCache.from_pointers([first, second], 1, G, device=where)  # type: ignore[arg-type]

@@ -23,7 +23,8 @@ SIZE = 512
 @pytest.fixture(params=["compiled", "numpy"], autouse=True)
 def _functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        monkeypatch.setattr(given, "_functions", lambda: None)
+        monkeypatch.setattr(given.COMPILED, "entry", None)
+        monkeypatch.setattr(given.COMPILED, "start", lambda: None)
     else:
         given.COMPILED.compile()
 

@@ -34,7 +34,7 @@ def test_a_finalizer_that_settles_operations(fake: FakeDriver) -> None:
     with DeviceScope(0), kvraw.Stream(0) as stream, kvraw.Stream(0) as other, kvraw.DeviceBuffer(64, 0) as memory:
         completions = CompletionQueue()
         first, second = Thing(), Thing()
-        weakref.finalize(first, completions.reap, 8)
+        weakref.finalize(first, completions.reap)
         kept = weakref.ref(second)
         done = operation(completions, stream.handle, first)
         del first
@@ -110,7 +110,7 @@ def test_no_room_for_staging_slots(fake: FakeDriver) -> None:
         plan(world.chunks, np.arange(24), stream=world.stream)
     fake.fail("mem_alloc", 1, "CUDA_ERROR_OUT_OF_MEMORY")
     with DeviceScope(0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvraw.copying.chooser.best", lambda seconds: max(seconds))  # "staged", of the names
+        patch.setattr("kvraw.copying.chooser.best", lambda seconds, busy: max(seconds))  # "staged", of the names
         transfer = kvraw.TransferPlan(world.cache, "store", chunk_tokens=16)(
             world.chunks, np.arange(24), stream=world.stream
         )
@@ -163,7 +163,7 @@ def test_a_replay_that_nobody_asks_about_is_not_the_next_ones(fake: FakeDriver) 
 
 def test_errors_that_nobody_waits_for_are_logged(fake: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
     world = World(0)
-    for settle in (drain, lambda: device_state(0).completions.reap(8)):
+    for settle in (drain, lambda: device_state(0).completions.reap()):
         caplog.clear()
         kvraw.store(world.cache, world.chunks, device_ids((0, 10**6), 0, world.stream), stream=world.stream)
         world.stream.synchronize()

@@ -152,6 +152,6 @@ def test_a_stream_that_stands_still_does_not_hold_up_the_books() -> None:
 def test_the_slots_of_a_ring_take_turns(fake: FakeDriver, depth: int) -> None:
     with DeviceScope(0):
         ring = StagingRing(0, 4096, depth)
-        turns = [ring.next().address for _ in range(3 * depth)]
+        turns = [slot.address for slot in ring.coming(3 * depth)]
         assert len(set(turns)) == depth
         assert turns == turns[:depth] * 3

@@ -11,7 +11,7 @@ from tests.helpers.cases import Case
 from tests.helpers.classes import staging_slot
 
 
-@pytest.mark.parametrize(("case", "how"), runs("kernel", "kernel, ids on the device"))
+@pytest.mark.parametrize(("case", "how"), runs("kernel", "kernel, ids on the device", "paced"))
 def test_emulated(case: Case, how: str, fake: FakeDriver) -> None:
     engine, ids_on_device = how_of(case, how)
     check(case, lambda laid: on_device(laid, 0, ids_on_device, engine))

@@ -19,7 +19,7 @@ from kvraw.runtime.host import backing, libc, populate, registration
 from kvraw.runtime.host.mapping import HostOptions
 from kvraw.runtime.memory import locate
 from tests.emulator.fake_driver import FakeDriver
-from tests.helpers.leaks import nothing_left
+from tests.helpers.leaks import nothing_left, registered_bytes
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -161,9 +161,9 @@ def test_the_same_range_counts_its_users(fake: FakeDriver) -> None:
     with kvraw.Registration(start + 4 * 4096, 4096, 0):
         one.close()
         one.close()
-        assert (blocks(fake), registration.registered_bytes()) == (5, (5, 5 * 4096))
+        assert (blocks(fake), registered_bytes()) == (5, (5, 5 * 4096))
     two.close()
-    assert (blocks(fake), registration.registered_bytes()) == (0, (0, 0))
+    assert (blocks(fake), registered_bytes()) == (0, (0, 0))
     with pytest.raises(kvraw.BoundsError, match="step is 0"):
         kvraw.Registration(start, 4096, 0, step=0)
 
@@ -175,7 +175,7 @@ def test_ranges_that_touch_and_ranges_that_overlap_by_a_byte(fake: FakeDriver) -
             with pytest.raises(kvraw.BoundsError, match="overlaps the registration"):
                 kvraw.Registration(start + begin, end - begin, 0)
         with kvraw.Registration(start, 4096, 0), kvraw.Registration(start + 8192, 64, 0):
-            assert registration.registered_bytes() == (3, 2 * 4096 + 64)
+            assert registered_bytes() == (3, 2 * 4096 + 64)
             for address, nbytes, known in ((start + 8255, 1, True), (start + 8256, 1, False), (start - 1, 1, False)):
                 assert registration.is_registered(address, nbytes) == known
             assert registration.is_registered(start - 1, 2)

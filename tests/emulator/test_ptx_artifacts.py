@@ -65,9 +65,9 @@ def argument_block(src: Side, dst: Side, sizes: list[int], items: int, run_vecto
     segments = items * int(np.prod(sizes)) * split
     block = src.pack() + dst.pack()
     block += struct.pack("<4Q4Q", *sizes, *(m for m, _ in dividers))
-    block += struct.pack("<8Q", split, split_magic, run_vectors, segments, 0, status, pace, slack)
+    block += struct.pack("<9Q", split, split_magic, run_vectors, segments, 0, status, pace, slack, cost)
     block += struct.pack("<4I", *(s for _, s in dividers))
-    block += struct.pack("<4I", split_shift, per_segment, -(-(1 << 31) // per_segment), cost)
+    block += struct.pack("<4I", split_shift, per_segment, -(-(1 << 31) // per_segment), 0)
     return block + struct.pack(f"<{WORDS}Q", *words, *[0] * (WORDS - len(words)))
 
 

@@ -36,8 +36,8 @@ def test_chunks_of_other_streams_come_back(fake: FakeDriver, monkeypatch: pytest
             plan([held], [1], stream=slow)
     else:
         first = plan([held], [1], stream=slow)
-        assert first._completion is not None
-        event, real, stuck = first._completion._event, FakeDriver.event_done, [True]
+        assert first.completion is not None
+        event, real, stuck = first.completion._event, FakeDriver.event_done, [True]
         monkeypatch.setattr(
             FakeDriver, "event_done", lambda self, e: False if stuck[0] and e == event else real(self, e)
         )
@@ -59,8 +59,7 @@ def test_chunks_of_other_streams_come_back(fake: FakeDriver, monkeypatch: pytest
         first.wait(timeout=30)
         pool.close()
     else:
-        pool._queues.clear()
-        pool._lost.clear()
+        pool._uses.clear()
         pool.close()
 
 

@@ -25,7 +25,7 @@ def test_gpu(gpu: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--device", f"cuda:{gpu}"]) == 0
     out = capsys.readouterr().out
     assert "tokens and logits are equal" in out
-    assert "engine kernel: the fastest by the model" in out
+    assert "engine kernel: the cheapest by the model" in out
 
 
 def test_the_context_decides_the_tokens() -> None:

@@ -20,7 +20,7 @@ def geometry(laid: Laid) -> Geometry:
 
 
 def run(cache: kvraw.PagedCache, chunks: list[object], case: Case, engine: str | None, stream: object = None,
-        ids: object = None) -> kvraw.Transfer:  # fmt: skip
+        ids: object = None, neighbour: str | None = None) -> kvraw.Transfer:  # fmt: skip
     function = getattr(kvraw, case.direction + ("_slots" if case.by == "slot" else ""))
     skip = {"skip_tokens" if case.by == "slot" else "skip_blocks": case.skip}
     return function(
@@ -31,6 +31,7 @@ def run(cache: kvraw.PagedCache, chunks: list[object], case: Case, engine: str |
         chunk_layout=case.layout,
         engine=engine,
         stream=stream,
+        neighbour=neighbour,
         **skip,
     )
 
@@ -49,11 +50,15 @@ def on_host(engine: str) -> Callable[[Laid], Result]:
 
 
 def on_device(laid: Laid, device: int = 0, ids_on_device: bool = False, engine: str | None = None) -> Result:
-    """The kernel engine, through whichever driver is installed: cache in device memory, chunks in pinned memory."""
+    """An engine, through whichever driver is installed: cache in device memory, chunks in pinned memory.
+
+    "paced" is the kernel engine beside other work; every other engine is as on an idle GPU.
+    """
     from kvraw.runtime.context import DeviceScope
     from kvraw.runtime.driver import driver
 
     d = driver()
+    engine, neighbour = ("kernel", "busy") if engine == "paced" else (engine, "idle")
     size = len(laid.paged.data)
     room = size + len(laid.chunks.data) + (1 << 14)
     with (
@@ -68,7 +73,7 @@ def on_device(laid: Laid, device: int = 0, ids_on_device: bool = False, engine: 
         ids = DeviceIds(laid.case.ids, device, stream) if ids_on_device else None
         bases = [memory.address + o for o in laid.paged.offsets]
         cache = kvraw.PagedCache.from_pointers(bases, laid.case.format, geometry(laid), device=device)
-        run(cache, [row.address + o for o in laid.chunks.offsets], laid.case, engine, stream, ids).wait()
+        run(cache, [row.address + o for o in laid.chunks.offsets], laid.case, engine, stream, ids, neighbour).wait()
         d.memcpy_async(mirror.address, memory.address, size, stream.handle)
         stream.synchronize()
         return mirror.numpy().copy(), row.numpy().copy()

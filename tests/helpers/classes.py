@@ -83,7 +83,7 @@ def _staged(case: Case) -> View:
     return _folded(_plan(case)), _ids(case), case.layout, cut, case.skip >= per_chunk
 
 
-VIEWS: dict[str, Callable[[Case], View]] = {"kernel": _kernel, "copy": _copy, "staged": _staged}
+VIEWS: dict[str, Callable[[Case], View]] = {"kernel": _kernel, "paced": _kernel, "copy": _copy, "staged": _staged}
 
 
 def one_of_each(engine: str, cases: list[Case]) -> set[Case]:

@@ -8,8 +8,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from kvraw.runtime.host import shm
-from kvraw.runtime.host.registration import registered_bytes
+from kvraw.runtime.driver import driver_here
+from kvraw.runtime.host import registration, shm
 
 _WRITABLE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw")
 
@@ -25,6 +25,13 @@ def mapped() -> int:
 def segments() -> list[str]:
     """Segments of this process; tests beside this one have others."""
     return sorted(name for name in os.listdir(shm.FOLDER) if str(os.getpid()) in name)
+
+
+def registered_bytes() -> tuple[int, int]:
+    """Number and bytes of the registrations that kvraw holds with the driver in use."""
+    d = driver_here()
+    pieces = [] if d is None else [piece for entry in registration._book(d).entries for piece in entry.pieces]
+    return len(pieces), sum(end - begin for begin, end in pieces)
 
 
 @contextlib.contextmanager

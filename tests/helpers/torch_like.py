@@ -149,5 +149,6 @@ class TorchLike:
     def install(self, monkeypatch: Any) -> TorchLike:
         """Make its stream the current one."""
         if self.stream is not None:
-            monkeypatch.setattr(tensors, "_raw_stream", lambda device: self.stream.handle)  # type: ignore[union-attr]
+            handle = self.stream.handle
+            monkeypatch.setattr(tensors, "_raw_stream", lambda device: handle)
         return self

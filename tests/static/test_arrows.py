@@ -19,6 +19,7 @@ LONGEST = 420  # lines of a file, docstrings apart
 ALLOWED = {
     "kvraw.errors": "",
     "kvraw.checks": "",
+    "kvraw.memo": "",
     "kvraw.config": "",
     "kvraw.layouts.formats": "errors",
     "kvraw.copying.plan": "errors",
@@ -27,11 +28,12 @@ ALLOWED = {
     "kvraw.arrays": "errors plain",
     "kvraw.layouts.geometry": "errors checks layouts copying.plan",
     "kvraw.layouts.discovery": "errors layouts copying.plan",
+    "kvraw.layouts.parts": "errors layouts copying.plan",
     "kvraw.layouts": "errors layouts",
     "kvraw.layouts.engine_shapes": "errors layouts",
     "kvraw.ptx": "errors ptx",
     "kvraw.runtime": "errors addresses checks config runtime",
-    "kvraw.copying": "errors config arrays layouts runtime ptx copying",
+    "kvraw.copying": "errors checks config arrays layouts runtime ptx copying",
     "kvraw.codec": "errors checks config arrays runtime ptx copying codec",
     "kvraw.rope": "errors config arrays runtime ptx copying rope",
     "kvraw.pages": "arrays",
@@ -39,12 +41,11 @@ ALLOWED = {
     "kvraw.chunks": "errors addresses arrays cache runtime copying",
     "kvraw.batch": "errors addresses arrays cache runtime copying",
     "kvraw.prepared": "errors checks config arrays cache runtime copying",
-    "kvraw.layerwise": "copying prepared",
-    "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks prepared runtime copying",
-    "kvraw.transfer": "errors cache chunks runtime transfer_plan",
-    "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared layerwise",
+    "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks runtime copying",
+    "kvraw.transfer": "errors cache chunks copying.planner copying.transfer runtime transfer_plan",
+    "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared",
     "kvraw.adapters": (
-        "errors addresses checks config layouts plain arrays runtime copying codec rope "
+        "errors addresses checks config layouts plain arrays memo runtime copying codec rope "
         "cache batch prepared transfer transfer_plan adapters"
     ),
     "kvraw.bench": "errors layouts runtime copying adapters bench",
@@ -198,7 +199,7 @@ def test_only_the_package_imports_by_name() -> None:
         ("kvraw.copying.launch", "from kvraw.codec.args import CODEC"),
         ("kvraw.transfer", "import torch.cuda"),
         ("kvraw.cache", "from kvraw.copying import cpu"),
-        ("kvraw.layerwise", "import kvraw.host_kv_pool"),
+        ("kvraw.prepared", "import kvraw.host_kv_pool"),
         ("kvraw.transfer", "import kvraw.adapters.vllm"),
         ("kvraw.transfer", "from kvraw import cli"),
         ("kvraw.transfer", "def f():\n    from cuda.bindings import driver"),

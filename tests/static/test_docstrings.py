@@ -27,7 +27,7 @@ PUBLIC = {
 }
 ERRORS = {name for name in PUBLIC if isinstance(PUBLIC[name], type) and issubclass(PUBLIC[name], KvrawError)}
 # What calls return: nobody makes them, so their own parameters are nobody's business.
-RETURNED = {"BatchCopy", "Copy", "HostChunk", "LayerwiseLoad", "Transfer"}
+RETURNED = {"HostChunk", "Transfer"}
 # What other rooms of the package call; what lies ahead of a call is theirs to know.
 INTERNAL = {
     "HostBuffer.mark_used",

@@ -18,6 +18,7 @@ import kvraw
 from kvraw.adapters.lmcache import _recorders
 from kvraw.copying import cpu
 from kvraw.runtime import fork
+from kvraw.runtime.stream_records import Recorder
 
 ROOT = Path(__file__).parents[2]
 FORKS = os.environ.get("KVRAW_TEST_FORKS", "120")  # 5000 for the long run
@@ -76,7 +77,7 @@ def test_what_another_thread_holds_is_free_in_a_child(monkeypatch: pytest.Monkey
     host = kvraw.HostKVPool(
         layout="page_first", tokens=64, page_size=16, layers=1, heads=1, head_size=8, element_size=1
     )
-    recorder = _recorders.Recorder()
+    recorder = Recorder()
     cpu.in_parts(lambda a, b: None, 3, 3)
     cases: list[tuple[object, Callable[[], object]]] = [
         (pool._lock, lambda: pool.free(pool.chunks(2, 4096)) is None),

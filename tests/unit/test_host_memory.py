@@ -28,7 +28,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def warned_of_nothing(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(mapping, "_said", set())
+    monkeypatch.setattr(mapping, "_warned", set())
 
 
 @pytest.mark.parametrize("populated", [False, True])

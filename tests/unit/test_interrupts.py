@@ -67,16 +67,11 @@ def every_line(setting: Callable[[], tuple[Callable[[], Any], Callable[[], None]
 
 
 class Transfer:
-    """An operation on a stream of its own that uses some chunks."""
+    """An operation that uses some chunks."""
 
-    def __init__(self, stream: int, chunks: list[kvraw.HostChunk] | None = None) -> None:
-        self.stream, self.finished = stream, False
+    def __init__(self, chunks: list[kvraw.HostChunk] | None = None) -> None:
+        self.queue, self.finished = None, False
         self.uses = None if chunks is None else np.array([c.address for c in chunks], np.uint64)
-
-    def over(self) -> bool:
-        return self.finished
-
-    done = over
 
 
 def whole(pool: kvraw.HostPool, chunks: list[kvraw.HostChunk]) -> None:
@@ -136,7 +131,7 @@ def test_free() -> None:
 def test_free_beside_transfers_and_their_end() -> None:
     def setting() -> tuple[Callable[[], Any], Callable[[], None]]:
         pool, chunks = make()
-        transfers = [Transfer(1, chunks[:2]), Transfer(2, chunks[1:3]), Transfer(3)]
+        transfers = [Transfer(chunks[:2]), Transfer(chunks[1:3]), Transfer()]
         for one in transfers:
             pool.mark_used(one)  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvraw.arrays import IndexVector
 from kvraw.copying.addresses import AddressTable
-from kvraw.copying.bound_copy import BoundCopy, _joined
+from kvraw.copying.bound_copy import BoundCopy
 from kvraw.copying.call import Call as BoundCall
 from kvraw.copying.device_state import device_state
 from kvraw.copying.plan import CopyPlan, Side
@@ -30,9 +30,11 @@ from kvraw.copying.planner import (
     KERNEL_MARGIN,
     Choice,
     Profile,
+    RateLimit,
     profile_for,
     profile_path,
 )
+from kvraw.copying.staged import _joined
 from kvraw.errors import PlacementError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import install
@@ -54,10 +56,12 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 def test_interpolation() -> None:
     profile = Profile("here", FLAT, ZERO)
-    rate = {run: 1e9 / profile.seconds("copy", "load", run, 10**9) / 1e9 for run in (250, 1000, 2000, 4000, 1 << 30)}
+    rate = {
+        run: 1e9 / profile.seconds("copy", "load", run, 10**9).alone / 1e9 for run in (250, 1000, 2000, 4000, 1 << 30)
+    }
     assert rate == pytest.approx({250: 0.25, 1000: 1.0, 2000: 2.0, 4000: 3.0, 1 << 30: 3.0})
     slow = replace(profile, latency={**ZERO, "copy": 7.0})
-    assert slow.seconds("copy", "store", 1000, 0) == pytest.approx(7e-6)
+    assert slow.seconds("copy", "store", 1000, 0).alone == pytest.approx(7e-6)
 
 
 sizes = st.lists(st.integers(1, 1 << 24), min_size=1, max_size=6, unique=True).map(sorted)
@@ -81,8 +85,10 @@ def profiles(draw: st.DrawFn) -> Profile:
 def test_more_bytes_take_longer_and_longer_runs_do_not(profile: Profile, engine: str, way: str, data: Any) -> None:
     run, more_run = sorted(data.draw(st.tuples(st.integers(1, 1 << 25), st.integers(1, 1 << 25))))
     few, many = sorted(data.draw(st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40))))
-    assert profile.seconds(engine, way, run, few) <= profile.seconds(engine, way, run, many)
-    assert profile.seconds(engine, way, more_run, many) <= profile.seconds(engine, way, run, many) * (1 + 1e-9)
+    assert profile.seconds(engine, way, run, few).alone <= profile.seconds(engine, way, run, many).alone
+    assert profile.seconds(engine, way, more_run, many).alone <= profile.seconds(engine, way, run, many).alone * (
+        1 + 1e-9
+    )
 
 
 @given(profiles())
@@ -110,6 +116,9 @@ NOT_PROFILES = {
     "text for a number": broken(latency={**BUILT_IN.latency, "copy": "fast"}),
     "a latency below zero": broken(latency={**BUILT_IN.latency, "copy": -1}),
     "a missing latency": broken(latency={}),
+    "no memory": broken(memory=0),
+    "a pace below zero": broken(paced={"store": -1, "load": 40}),
+    "a missing pace": broken(paced={"store": 40}),
     "curves as a list": broken(bandwidth=[1]),
 }
 
@@ -176,6 +185,9 @@ def test_cache_directory(
         assert profile_for(0) is BUILT_IN
 
 
+IDLE = RateLimit(False)
+
+
 class Call:
     """A call of a plan of `blocks` blocks of some runs each, between a device and chunks of 16 blocks."""
 
@@ -193,6 +205,7 @@ class Call:
         plan = CopyPlan(*sides, 1, 1, 1, runs, run)
         assert runs == 1 or plan.run_bytes == run
         bases = np.array([1 << 40], np.uint64)
+        options.setdefault("limit", IDLE)
         self.plan, self.store, self.cache = BoundCopy(plan, **options), store, AddressTable(bases, bases, False)
         self.ids = np.random.default_rng(0).permutation(blocks * 3)[:blocks].astype(np.int64)
         self.places = np.arange(1, 2 + blocks // self.PER_CHUNK).astype(np.uint64) << np.uint64(32)
@@ -217,7 +230,8 @@ class Call:
 
 @pytest.fixture(autouse=True)
 def built_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvraw.copying.chooser.profile_for", lambda device: BUILT_IN)
+    for room in ("chooser", "planner"):
+        monkeypatch.setattr(f"kvraw.copying.{room}.profile_for", lambda device: BUILT_IN)
 
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -305,7 +319,7 @@ def test_neighbours_make_long_runs(fake: FakeDriver) -> None:
 
     count = 4096
     nbytes = count * 32 * KIB
-    alone, joined = (int(BUILT_IN.seconds("copy", "store", run, nbytes) * 1e6) for run in (32 * KIB, 512 * KIB))
+    alone, joined = (int(BUILT_IN.seconds("copy", "store", run, nbytes).alone * 1e6) for run in (32 * KIB, 512 * KIB))
     assert predicted(None) == pytest.approx(alone, rel=0.01)  # a few follow each other by chance
     assert abs(predicted(np.arange(count)) - joined) <= 1
 
@@ -318,7 +332,7 @@ def test_neighbours_are_not_counted_where_they_cannot_decide(fake: FakeDriver) -
 
 def test_a_choice_says_why_and_how_long(fake: FakeDriver) -> None:
     choice = Call(256, 512, 512).choose()
-    seconds = {e: BUILT_IN.seconds(e, "store", 256, 64 * MIB) for e in ENGINES}
+    seconds = {e: BUILT_IN.seconds(e, "store", 256, 64 * MIB).alone for e in ENGINES}
     assert choice.microseconds == pytest.approx(seconds[choice.engine] * 1e6)
     assert BUILT_IN.source in choice.reason
     for engine in {"kernel", "copy"}:
@@ -335,7 +349,7 @@ def test_the_fastest_is_chosen_whatever_the_figures(profile: Profile, run: int, 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvraw.copying.chooser.profile_for", lambda device: profile)
             call = Call(run, 4, 64, direction)
-            seconds = {e: profile.seconds(e, direction, run, 64 * run * 4) for e in ENGINES}
+            seconds = {e: profile.seconds(e, direction, run, 64 * run * 4).alone for e in ENGINES}
             choice = call.choose()
             assert choice.microseconds == pytest.approx(seconds[choice.engine] * 1e6)
             others = min(seconds["copy"], seconds["staged"])
@@ -355,10 +369,7 @@ def test_chunks_that_are_copied_with_the_one_before(starts: list[int], cuts: lis
     size = 10
     places = np.array([1000 + size * k for k in starts], np.uint64)
     borders = {1000 + e for e in (*cuts, *edges)}
-    got = _joined(places, size, sorted({1000 + c for c in cuts}), tuple(1000 + e for e in edges))
-    if any(p < b < p + size for p in places.tolist() for b in borders):
-        assert got is None
-        return
-    assert got is not None
+    got, cut = _joined(places, size, sorted({1000 + c for c in cuts}), tuple(1000 + e for e in edges))
+    assert cut == any(p < b < p + size for p in places.tolist() for b in borders)
     follows = [False, *(b == a + size for a, b in itertools.pairwise(places.tolist()))]
     assert list(got) == [f and p not in borders for f, p in zip(follows, places.tolist(), strict=True)]

@@ -57,6 +57,7 @@ ROWS = st.one_of(
     st.tuples(st.just("launch"), word, short, short, word, word),
     st.tuples(st.just("copy"), word, word, word, word),
     st.tuples(st.just("copy_batch"), st.just(DST), st.just(SRC), st.just(SIZES), st.integers(0, 8), word),
+    st.tuples(st.just("copy_each"), st.just(DST), st.just(SRC), st.just(SIZES), st.integers(0, 8), word),
     st.tuples(st.just("copy_2d"), word, word, word, word, st.integers(0, 99), small, word),
     st.tuples(st.just("memset"), word, st.integers(0, 255), word, word),
     st.tuples(st.just("record"), word, word),
@@ -79,7 +80,7 @@ def test_random_programs(data: st.DataObject) -> None:
     for name, *operands in data.draw(st.lists(ROWS, max_size=12)):
         if (
             values
-            and name not in ("copy_batch", "reached", "uncaptured", "copy_2d", "on_device", "same_memory")
+            and name not in ("copy_batch", "copy_each", "reached", "uncaptured", "copy_2d", "on_device", "same_memory")
             and data.draw(st.booleans())
         ):
             at = data.draw(st.integers(0, len(operands) - 1))
@@ -282,9 +283,9 @@ def test_ids_of_four_bytes(width: int) -> None:
     for name in BOTH:
         target = np.zeros(6, np.uint64)
         c = Commands()
-        c.write(address_of(target), address_of(ids), 5, width=width, add=3)
+        c.write(address_of(target), address_of(ids), 4, width=width, add=3, first=1)
         assert runs(c, recorder)[name]()
-        assert target.view(np.int64).tolist() == [*(v + 3 for v in ids.tolist()), 0]
+        assert target.view(np.int64).tolist() == [*(v + 3 for v in ids[1:].tolist()), 0, 0]
 
 
 def test_words_as_the_kernel_engine_packs_them() -> None:

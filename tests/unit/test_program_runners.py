@@ -67,9 +67,9 @@ def test_a_missing_function_leaves_it_to_python() -> None:
 
 def test_a_value_of_other_commands_is_refused() -> None:
     c = Commands()
-    c.record(Commands().value(3) + 1, 2)
     with pytest.raises(ValueError, match="row 0 uses value 2, of 2"):
-        Program(c, Recorder().driver())
+        c.record(Commands().value(3) + 1, 2)
+    c = Commands()
     with pytest.raises(ValueError, match="width is 2"):
         c.write(0, 0, 0, width=2)
 

@@ -35,9 +35,9 @@ from kvraw.adapters.lmcache._memory import free_pinned_numa_ptr as free_pinned_n
 from kvraw.adapters.lmcache._memory import free_pinned_ptr as free_pinned_ptr
 from kvraw.adapters.lmcache._memory import free_shm_pinned_ptr as free_shm_pinned_ptr
 from kvraw.adapters.lmcache._memory import get_gpu_pci_bus_id as get_gpu_pci_bus_id
-from kvraw.adapters.lmcache._phases import pop_completed_phase_timings as pop_completed_phase_timings
 from kvraw.adapters.lmcache._recorders import drain_recorded_completions as drain_recorded_completions
 from kvraw.adapters.lmcache._recorders import drain_recorded_events as drain_recorded_events
+from kvraw.adapters.lmcache._recorders import pop_completed_phase_timings as pop_completed_phase_timings
 from kvraw.adapters.lmcache._recorders import record_completion_on_stream as record_completion_on_stream
 from kvraw.adapters.lmcache._recorders import record_event_on_stream as record_event_on_stream
 from kvraw.adapters.lmcache._slots import load_and_reshape_flash as load_and_reshape_flash

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from kvraw.adapters.deferred_errors import error_sink, raise_pending
 from kvraw.adapters.lmcache._blend_groups import Group, address_of, group_of
-from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host
+from kvraw.adapters.lmcache._copies import check_alignment
 from kvraw.adapters.lmcache._place import current_stream, device_index
-from kvraw.adapters.lmcache._planned import Stage, enqueue_stage, pieces, stages
+from kvraw.adapters.lmcache._planned import pieces, run_on_host, stages
 from kvraw.adapters.lmcache._types import ArgumentError, CBGroupSpec, StagingCopy
 from kvraw.arrays import I64, U64
-from kvraw.copying.device_state import DeviceState, device_state
-from kvraw.runtime.completion import Operation
+from kvraw.copying.device_state import device_state
+from kvraw.copying.steps import Step, StepCopy, enqueue_steps
 from kvraw.runtime.context import DeviceScope
 
 __all__ = ["execute_cb_retrieve_plan_flat"]
-
-
-class _Step(NamedTuple):
-    """What a step stages, the latest step before it that uses what is written then (-1: none), and what follows."""
-
-    staging: list[Stage]
-    behind: int
-    work: list[Any]
 
 
 def _table(name: str, given: Any, columns: int) -> I64:
@@ -152,7 +143,7 @@ class _Taken:
         return work, used
 
 
-def _behind(groups: list[Group], staged: list[list[Stage]], used: list[set[tuple[int, int]]]) -> list[int]:
+def _behind(groups: list[Group], staged: list[list[StepCopy]], used: list[set[tuple[int, int]]]) -> list[int]:
     """For each step, the latest step before it that uses a slot which it stages anew; -1 where there is none."""
     places = [(number, slot) for number, group in enumerate(groups) for slot in range(len(group.slots))]
     start = np.array([groups[g].slots[slot] for g, slot in places], np.uint64)
@@ -175,7 +166,7 @@ def _plan(
     ropes: Any,
     scatters: Any,
     step_offsets: Any,
-) -> list[_Step]:
+) -> list[Step]:
     """Every step, checked and ready."""
     copies, turns, moves = _staging(staging), _table("ropes", ropes, 4), _table("scatters", scatters, 4)
     ends = _table("step_offsets", step_offsets, 3)
@@ -194,7 +185,7 @@ def _plan(
         works.append([one for work, _ in found for one in work])
         used.append({(at, slot) for at, (_, slots) in enumerate(found) for slot in slots})
     behind = _behind(groups, staged, used)
-    return [_Step(copies, after, work) for copies, after, work in zip(staged, behind, works, strict=True)]
+    return [Step(copies, work, after) for copies, after, work in zip(staged, behind, works, strict=True)]
 
 
 def execute_cb_retrieve_plan_flat(
@@ -233,49 +224,12 @@ def execute_cb_retrieve_plan_flat(
     tables = staging, ropes, scatters, step_offsets
     if where is None:
         for step in _plan(None, group_specs, None, *tables):
-            for stage in step.staging:
-                copy_on_host(*stage[:3])
-            for one in step.work:
-                one()
+            run_on_host(step)
         return
     with DeviceScope(where):
         stream, state = current_stream(where), device_state(where)
         capturing = raise_pending(state, stream)
         steps = _plan(where, group_specs, None if capturing else stream, *tables)
-        operation = state.completions.begin(stream, captured=capturing)
-        try:
-            _enqueue(state, operation, steps, alignment, capturing)
-            operation.commit((tuple(group_specs), tables))
-        except BaseException:
-            operation.abort()
-            raise
-
-
-def _enqueue(state: DeviceState, operation: Operation, steps: list[_Step], alignment: int, capturing: bool) -> None:
-    """Enqueue all steps; the copies on a stream of their own, unless a capture is in progress."""
-    d, stream = state.owner, operation.stream
-    own = stream if capturing else state.side_stream("load").handle
-    operation.enqueued += {stream, own}
-    on_error = error_sink(state.device, capturing)
-
-    def event_behind(on: int) -> int:
-        event = state.completions.take_event()
-        operation.on_done(partial(state.completions.give_event, event))
-        d.event_record(event, on)
-        return event
-
-    if own != stream:
-        d.stream_wait_event(own, event_behind(stream))
-    over: dict[int, int] = {}
-    waited = {step.behind for step in steps}
-    for number, step in enumerate(steps):
-        if own != stream and step.behind >= 0:
-            d.stream_wait_event(own, over[step.behind])
-        for stage in step.staging:
-            enqueue_stage(stage, alignment, own)
-        if own != stream and step.staging:
-            d.stream_wait_event(stream, event_behind(own))
-        for one in step.work:
-            one.enqueue(state, operation, capturing, on_error)
-        if own != stream and number in waited:
-            over[number] = event_behind(stream)
+        options: dict[str, Any] = {"alignment": alignment, "capturing": capturing, "ahead": True}
+        refs = tuple(group_specs), tables
+        enqueue_steps(state, stream, steps, error_sink(where, capturing), **options, refs=refs)

@@ -12,7 +12,7 @@ import numpy as np
 from kvraw.adapters.deferred_errors import Sink
 from kvraw.adapters.lmcache._blend_wide import WideTurn
 from kvraw.adapters.lmcache._objects import object_side, reach
-from kvraw.adapters.lmcache._paged import INDEXER, PLANES, Part, from_pointers
+from kvraw.adapters.lmcache._paged import from_pointers
 from kvraw.adapters.lmcache._planned import tables_of
 from kvraw.adapters.lmcache._slots import counts_of
 from kvraw.adapters.lmcache._types import ArgumentError, CBGroupSpec, format_of
@@ -22,6 +22,8 @@ from kvraw.copying.device_state import DeviceState
 from kvraw.copying.launch import Launch
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS
+from kvraw.layouts.parts import Part
+from kvraw.memo import Memo
 from kvraw.plain import require_memory
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.rope.rotate import Call, rerotate_keys
@@ -175,7 +177,7 @@ class Group:
             require_addresses(f"group {at}: temp_buffer_ptrs", np.array(self.slots, np.uint64), 1)
         layers, hidden, element = spec.num_layers, spec.hidden_elems, spec.element_size
         self.keys = _Keys.of(spec)
-        planes = 1 if number in (INDEXER, PLANES) else FORMATS[number].planes
+        planes = FORMATS[number].planes
         sizes = spec.page_buffer_size, spec.block_size, spec.head_size
         c = counts_of(number, planes, layers, hidden, element, *sizes, spec.block_stride_elems)
         # The layout is that of any table: its addresses may be on the device, and only their number is known here.
@@ -237,7 +239,7 @@ class Group:
         return launch
 
 
-_known: dict[tuple[object, ...], Group] = {}
+_known: Memo[tuple[object, ...], Group] = Memo(_MOST)
 at_reset(_known.clear)
 
 
@@ -252,10 +254,7 @@ def group_of(at: int, spec: CBGroupSpec, device: int | None) -> Group:
     )
     found = _known.get(key)
     if found is None:
-        found = Group(at, spec, device)
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[key] = found
+        found = _known.keep(key, Group(at, spec, device))
     if spec.slot_mapping_capacity < 0 or (spec.slot_mapping_capacity and not address_of(spec.slot_mapping_base)):
         raise ArgumentError(f"group {at}: slot_mapping_base is null, or slot_mapping_capacity negative")
     return found

@@ -12,9 +12,7 @@ from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.adapters.lmcache._memo import cached_by_tensors
 from kvraw.adapters.lmcache._objects import object_side, reach
-from kvraw.adapters.lmcache._pageable import StandIns, pageable, require_no_capture
 from kvraw.adapters.lmcache._paged import (
-    PLANES,
     Counts,
     Paged,
     addresses_of,
@@ -28,7 +26,9 @@ from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import IndexVector, is_pointer, tensor_view
 from kvraw.cache import PagedCache
 from kvraw.copying.addresses import remembered
+from kvraw.copying.bounce import BounceBuffers, pageable, require_no_capture
 from kvraw.copying.device_state import DeviceState, device_state
+from kvraw.copying.repeat import RepeatedCalls
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS
 from kvraw.plain import odd, unusable
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["blocks_of", "multi_layer_block_kv_transfer", "paged_of"]
 
-_FUSED = (10, 11, 12, 13)  # K and V of a head are one row
 _HALF_KNOWN = 2  # bytes of an element, where nothing tells
 
 
@@ -66,13 +65,13 @@ def _check_described(paged: Paged, d: Any, number: int, element: int) -> None:
 
     What it leaves 0 it does not count; how many blocks there are only the tensors tell.
     """
-    g, row, said = paged.geometry, paged.row, int(d.nh) * int(d.hs) * element
+    form, g, row, said = FORMATS[number], paged.geometry, paged.row, int(d.nh) * int(d.hs) * element
     fits = [row]
-    if number == PLANES:  # hs may be the width of one plane or of all
+    if "K" in form.pointers:  # hs may be the width of one plane or of all
         fits += [n * k for n in (row, *(p.head_bytes for p in paged.parts)) for k in (1, max(int(d.nh), 1))]
-    elif number in FORMATS and FORMATS[number].mla:  # nh may count the heads of queries
+    elif form.mla:  # nh may count the heads of queries
         fits.append(row * int(d.nh))
-    elif number in _FUSED:  # hs is one half of a head in some versions, both in others
+    elif form.paired:  # hs is one half of a head in some versions, both in others
         fits += [2 * row, row * g.planes // max(int(d.kv_size), 1)]
     for name, given, found, allowed in (
         ("nl", int(d.nl), g.layers, [g.layers]),
@@ -114,12 +113,13 @@ class Blocks:
         self.per_object, self.nbytes = tokens // g.block_size, g.layers * g.planes * tokens * paged.row
         self._open = config.ENGINE.get() in ("auto", "kernel")
         self._plan: TransferPlan | None = None
+        self._repeated: RepeatedCalls | None = None
         self._state: DeviceState | None = None
         if paged.whole:
             cache = PagedCache(paged.parts[0].layout, paged.reached()[0].host, paged.device)
             way: Direction = "store" if to_host else "load"
             self._plan = TransferPlan(cache, way, chunk_tokens=tokens, distinct=False)
-        self._repeated = None if self._plan is None else self._plan.repeated
+            self._repeated = self._plan.repeated
 
     @cached_property
     def _copies(self) -> Copies:
@@ -172,7 +172,7 @@ class Blocks:
         if self._plan is None:
             self._require_addresses(places)
             row = reach(places, self.nbytes, device)
-            return self._copies.run(row, ids, skip, ids.count - skip, stream, captured, waited=waited)
+            return self._copies.run(row, ids, skip, ids.count - skip, stream, waited=waited)
         unseen = device is not None and ids.host is None and not waited
         return self._plan(places, ids, skip=skip, stream=stream, on_error=pending_of(device) if unseen else None)
 
@@ -245,18 +245,18 @@ class Blocks:
         assert self.paged.device is not None
         # Rows that are left out keep what they hold, so the buffers hold it as well; bad ids on the device are.
         partial = skip > 0 or ids.count < len(places) * self.per_object or ids.host is None
-        stand_ins = StandIns(
+        buffers = BounceBuffers(
             [(places[at], self.nbytes) for at in bad], self.paged.device, fill=partial or not self.to_host
         )
         places = list(places)
-        for at, address in zip(bad, stand_ins.addresses, strict=True):
+        for at, address in zip(bad, buffers.addresses, strict=True):
             places[at] = address
-        done = self._copy(places, ids._replace(owner=(ids.owner, stand_ins)), skip, stream, False, self.to_host)
+        done = self._copy(places, ids._replace(owner=(ids.owner, buffers)), skip, stream, False, self.to_host)
         if self.to_host:
             try:
                 done.wait()
             finally:
-                stand_ins.copy_back()
+                buffers.copy_back()
 
 
 def blocks_of(paged: Paged, to_host: bool, tokens: int) -> Blocks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import operator
 from array import array
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,16 +16,16 @@ from kvraw.addresses import FIRST, require_address
 from kvraw.arrays import U64, is_pointer
 from kvraw.copying import cpu
 from kvraw.copying.device_state import device_state
+from kvraw.copying.steps import enqueue_copy
 from kvraw.errors import BoundsError
 from kvraw.plain import require_memory
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import locate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["batched_memcpy", "check_alignment", "check_range", "cuts", "enqueue_split", "lmcache_memcpy_async"]
+__all__ = ["batched_memcpy", "check_alignment", "check_range", "lmcache_memcpy_async"]
 
 
 _FEW, _LARGE = 4, 1 << 20  # copies, and bytes, below which it takes longer to hand them over than to make them
@@ -46,22 +45,6 @@ def check_range(name: str, address: int, nbytes: int, offset: int = 0) -> None:
         raise BoundsError(f"nbytes is {nbytes}, host_buffer_offset {offset}: must be >= 0, and below 2**64 together")
     if nbytes:
         require_address(name, address, nbytes)
-
-
-def cuts(nbytes: int, offset: int, alignment: int) -> Iterator[tuple[int, int]]:
-    """Begin and size of the pieces of a copy, cut at multiples of the alignment in the host buffer."""
-    at = 0
-    while at < nbytes:
-        size = min(alignment - (offset + at) % alignment, nbytes - at)
-        yield at, size
-        at += size
-
-
-def enqueue_split(dest: int, src: int, nbytes: int, offset: int, alignment: int, stream: int) -> None:
-    """Enqueue a copy in pieces none of which spans two registrations; the device's context is current."""
-    enqueue = driver().memcpy_async
-    for at, size in cuts(nbytes, offset, alignment):
-        enqueue(dest + at, src + at, size, stream)
 
 
 def copy_on_host(dest: int, src: int, nbytes: int) -> None:
@@ -114,10 +97,7 @@ def lmcache_memcpy_async(
     with DeviceScope(device):
         stream, state = current_stream(device), device_state(device)
         capturing = raise_pending(state, stream)
-        if host_buffer_offset % alignment + nbytes <= alignment:
-            state.owner.memcpy_async(dest, src, nbytes, stream)
-        else:
-            enqueue_split(dest, src, nbytes, host_buffer_offset, alignment, stream)
+        enqueue_copy(state, (dest, src, nbytes, host_buffer_offset), alignment, stream)
         if not capturing:
             state.fence(stream)  # memory that is given back waits for it
 

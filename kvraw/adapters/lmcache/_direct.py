@@ -43,8 +43,7 @@ def batch_memcpy_supported() -> bool:
 
 def direct_copy_format_supported(engine_kv_format: Any) -> bool:
     """Whether a block of a format is few long runs, in the order of an object's."""
-    number = format_of(engine_kv_format)
-    return number in (0, 1, 2, 3, 4, 5, 9, 11, 13) and not FORMATS[number].hnd
+    return FORMATS[format_of(engine_kv_format)].direct
 
 
 @dataclass(frozen=True, slots=True)

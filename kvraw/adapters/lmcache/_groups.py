@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from kvraw.adapters.deferred_errors import error_sink, pending, pending_of, raise_pending
-from kvraw.adapters.lmcache._copies import check_alignment, copy_on_host, cuts
+from kvraw.adapters.lmcache._copies import check_alignment
 from kvraw.adapters.lmcache._objects import object_side, reach
 from kvraw.adapters.lmcache._paged import Counts, from_pointers
-from kvraw.adapters.lmcache._phases import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._place import current_stream, device_index
-from kvraw.adapters.lmcache._planned import enqueue_stage, pieces, stages, tables_of
+from kvraw.adapters.lmcache._planned import pieces, run_on_host, stages, tables_of
+from kvraw.adapters.lmcache._recorders import KERNEL, STAGING, Phase
 from kvraw.adapters.lmcache._types import (
     ArgumentError,
     BatchStep,
@@ -25,7 +25,8 @@ from kvraw.adapters.lmcache._types import (
 from kvraw.addresses import FIRST, TOP
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
-from kvraw.copying.steps import BoundSteps
+from kvraw.copying.steps import BoundSteps, Step, cut_at_ends, enqueue_steps
+from kvraw.memo import Memo
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.runtime.context import DeviceScope, at_reset
 from kvraw.runtime.driver import driver
@@ -89,7 +90,7 @@ class _Group:
         return tables, objects
 
 
-_known: dict[tuple[object, ...], _Group] = {}
+_known: Memo[tuple[object, ...], _Group] = Memo(_MOST)
 at_reset(_known.clear)
 
 
@@ -102,10 +103,7 @@ def _group(at: int, spec: KernelGroupSpec, to_host: bool, device: int | None) ->
     )
     found = _known.get(key)
     if found is None:
-        found = _Group(at, spec, to_host, device)
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[key] = found
+        found = _known.keep(key, _Group(at, spec, to_host, device))
     if spec.block_ids_capacity < 0 or (spec.block_ids_capacity and not spec.block_ids_base):
         raise ArgumentError(f"kernel group {at}: block_ids_base is null")
     return found
@@ -145,7 +143,7 @@ class _Repeats:
     """Plans whose groups were carried out before, as one program: what is staged and launched, in which order."""
 
     def __init__(self) -> None:
-        self._programs: dict[tuple[object, ...], BoundSteps | None] = {}
+        self._programs: Memo[tuple[object, ...], BoundSteps] = Memo(_MOST)
         self._pinned: dict[int, tuple[int, int, int, int]] = {}
         self._states: dict[int, DeviceState] = {}
 
@@ -197,7 +195,7 @@ class _Repeats:
                 if offset % alignment + nbytes <= alignment:
                     copies += (dest, src, nbytes)
                 else:
-                    for at, size in cuts(nbytes, offset, alignment):
+                    for at, size in cut_at_ends(nbytes, offset, alignment):
                         copies += (dest + at, src + at, size)
             for launch in step.launches:
                 k = launch.group_idx
@@ -221,11 +219,9 @@ class _Repeats:
         key = (to_host, len(asked), *order, *map(id, launches))
         program = self._programs.get(key)
         if program is None or program.state is not state:
-            if len(self._programs) >= _MOST:
-                self._programs.clear()
-            program = self._programs[key] = BoundSteps(
-                state, [one for one in launches if one is not None], order, not to_host, len(asked) // 2
-            )
+            chosen_launches = [one for one in launches if one is not None]
+            program = BoundSteps(state, chosen_launches, order, not to_host, len(asked) // 2)
+            self._programs.keep(key, program)
         return program.enqueue(current_stream(device), asked, copies, jobs, pending_of(device)) is not None
 
 
@@ -256,11 +252,8 @@ def execute_object_group_transfer(
     to_host, where = direction_of(direction), device_index(device)
     alignment = check_alignment(host_buffer_alignment)
     if where is None:
-        for one in _plan(to_host, None, kernel_group_specs, batch_steps, None):
-            if type(one) is tuple:
-                copy_on_host(*one[:3])
-            else:
-                one()
+        for step in _plan(to_host, None, kernel_group_specs, batch_steps, None):
+            run_on_host(step, copies_first=not to_host)
         return
     if not phase_timing_enabled and _repeats.run(to_host, where, alignment, kernel_group_specs, batch_steps):
         return
@@ -268,21 +261,9 @@ def execute_object_group_transfer(
         stream, state = current_stream(where), device_state(where)
         capturing = raise_pending(state, stream)
         session = session_id if phase_timing_enabled else None
-        work = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
-        operation = state.completions.begin(stream, captured=capturing)
-        on_error = error_sink(where, capturing)
-        try:
-            for one in work:
-                if type(one) is not tuple:
-                    one.enqueue(state, operation, capturing, on_error)
-                    continue
-                if not operation.enqueued:
-                    operation.enqueued.append(stream)
-                enqueue_stage(one, alignment, stream)
-        except BaseException:
-            operation.abort()
-            raise
-        operation.commit(None)
+        plan = _plan(to_host, where, kernel_group_specs, batch_steps, None if capturing else stream, session)
+        options: dict[str, Any] = {"alignment": alignment, "capturing": capturing, "copies_first": not to_host}
+        enqueue_steps(state, stream, plan, error_sink(where, capturing), **options)
         if not capturing and not phase_timing_enabled:
             _repeats.learn(to_host, state, kernel_group_specs, batch_steps)
 
@@ -294,14 +275,14 @@ def _plan(
     steps: Sequence[BatchStep],
     stream: int | None,
     session: str | None = None,
-) -> list[Any]:
-    """Everything that the plan does, in order, checked: stages, and copies that are ready.
+) -> list[Step]:
+    """Everything that the plan does, in order, checked: staging copies, and copies that are ready.
 
     With a session, each part of it stands between the ends that time it.
     """
     groups = [_group(at, spec, to_host, device) for at, spec in enumerate(specs)]
     ends = [group.ends(stream) for group in groups]
-    work: list[Any] = []
+    work: list[Step] = []
     for step in steps:
         staging: list[Any] = stages((c.dest, c.src, c.nbytes, c.host_offset) for c in step.staging)
         launches: list[Any] = []
@@ -313,5 +294,5 @@ def _plan(
         if session is not None and device is not None:
             on_error = to_host, device, sum(stage[2] for stage in staging), session
             launches, staging = Phase.around(launches, KERNEL, *on_error), Phase.around(staging, STAGING, *on_error)
-        work += launches + staging if to_host else staging + launches
+        work.append(Step(staging, launches))
     return work

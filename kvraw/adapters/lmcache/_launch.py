@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvraw.adapters.deferred_errors import discard, pending, pending_of
 from kvraw.arrays import U64, IndexVector
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
-from kvraw.copying.operands import Operands, check_host_index, require_index
+from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError
-from kvraw.prepared import Copy, PreparedCopy, Reached
-from kvraw.runtime.context import DeviceScope
+from kvraw.memo import Memo
+from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime.driver import driver
 
 if TYPE_CHECKING:
     from kvraw.adapters.lmcache._paged import Paged
 
 __all__ = ["Copies"]
-
-
-_MOST = 64  # kinds of calls whose launches are kept
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +41,7 @@ class Copies:
     each: list[PreparedCopy]
     index: str
     kernel: bool
-    _bound: dict[tuple[int, ...], IndexedLaunch | None] = field(default_factory=dict)
+    _bound: Memo[tuple[int, ...], IndexedLaunch | None] = field(default_factory=lambda: Memo(64))
     _state: DeviceState | None = None
 
     def repeat(
@@ -111,9 +106,7 @@ class Copies:
     def _bind(self, key: tuple[int, ...], state: DeviceState) -> IndexedLaunch | None:
         """The launch of a kind of calls, from its second call on; None where there is none."""
         again = key in self._bound
-        if len(self._bound) >= _MOST:
-            self._bound.clear()
-        self._bound[key] = None
+        self._bound.keep(key, None)
         if not again or len(self.each) != 1 or not self.kernel or self.paged.parts[0].at:
             return None
         entries, bits, width, link, asks = key
@@ -136,67 +129,25 @@ class Copies:
         return launch
 
     def run(
-        self,
-        row: Reached,
-        ids: IndexVector,
-        first: int,
-        count: int,
-        stream: int | None,
-        captured: bool,
-        *,
-        waited: bool = False,
-    ) -> Copy | None:
+        self, row: Reached, ids: IndexVector, first: int, count: int, stream: int | None, *, waited: bool = False
+    ) -> Transfer | None:
         """Copy by one part after the other, between the cache and bases of the other side; the last copy.
 
-        `captured` says that a capture is in progress on the stream. What kernels find in ids that only the device sees
-        is raised by a later call, unless the caller waits for the last copy, which has the same to report as the rest.
+        What kernels find in ids that only the device sees is raised by a later call, unless the caller waits for the
+        last copy, which has the same to report as the rest.
         """
-        paged, to_host, device, done = self.paged, self.to_host, self.paged.device, None
-        if self.kernel and device is not None and stream is not None and (ids.host is None or not row.link):
-            return self._launch(row, ids, first, count, stream, captured, device, waited)
+        paged, to_host, device = self.paged, self.to_host, self.paged.device
+        there = self.kernel and device is not None and ids.host is None  # what nothing but a kernel can read
+        on_error: Callable[[Exception], None] | None = None
+        done, last = None, self.each[-1]
         for copy, part, table in zip(self.each, paged.parts, paged.reached(), strict=True):
             side = row.plus(part.at)
-            if to_host:
-                done = copy(table, side, count, src_index=ids, first=first, stream=stream)
-            else:
-                done = copy(side, table, count, dst_index=ids, first=first, stream=stream)
-        return done
-
-    def _launch(
-        self,
-        row: Reached,
-        ids: IndexVector,
-        first: int,
-        count: int,
-        stream: int,
-        captured: bool,
-        device: int,
-        waited: bool,
-    ) -> Copy | None:
-        """The same where nothing but the kernel can do it: nothing is to be looked up or chosen."""
-        require_index(self.index, ids, device)
-        done = None
-        with DeviceScope(device):
-            state = device_state(device)
-            unseen, last = ids.host is None and not waited, self.each[-1]
-            for copy, part, table in zip(self.each, self.paged.parts, self.paged.reached(), strict=True):
-                cache = Operands(table.seen, ids)
-                flat = Operands(row.seen + np.uint64(part.at) if part.at else row.seen)
-                if ids.host is not None:
-                    side = copy.plan.src if self.to_host else copy.plan.dst
-                    check_host_index(self.index, ids.host[: first + count], side, first)
-                src, dst = (cache, flat) if self.to_host else (flat, cache)
-                on_error = (pending_of(device) if copy is last else discard) if unseen else None
-                done = copy.launch(
-                    state,
-                    src,
-                    dst,
-                    count,
-                    stream,
-                    first=first,
-                    link=row.link,
-                    captured=captured,
-                    on_error=on_error,
-                    refs=ids,
-                )
+            ends, index = ((table, side), (ids, None)) if to_host else ((side, table), (None, ids))
+            if device is not None and ids.host is None and not waited:
+                on_error = pending_of(device) if copy is last else discard
+            engine = "kernel" if there else None
+            done = copy(
+                *ends, count, src_index=index[0], dst_index=index[1], first=first, stream=stream, engine=engine,
+                on_error=on_error,
+            )  # fmt: skip
         return done

@@ -9,19 +9,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvraw.runtime import fork
+from kvraw.memo import Memo
 from kvraw.runtime.context import at_reset
 
 __all__ = ["cached_by_tensors"]
 
-_MOST = 256
-
 T = TypeVar("T")
 
 # By identities and key: the state of the tensors then, weak references whose end takes the entry along, the value.
-_known: dict[tuple[object, ...], tuple[object, list[weakref.ref[Any]], Any]] = {}
+_known: Memo[tuple[object, ...], tuple[object, list[weakref.ref[Any]], Any]] = Memo(256)
 at_reset(_known.clear)
-_lock = fork.lock()
 
 
 def _forget(key: tuple[object, ...], _: object) -> None:
@@ -30,12 +27,7 @@ def _forget(key: tuple[object, ...], _: object) -> None:
 
 def _keep(key: tuple[object, ...], state: object, tensors: list[Any], value: object) -> None:
     gone = partial(_forget, key)
-    refs = [weakref.ref(t, gone) for t in tensors]
-    with _lock:
-        if len(_known) >= _MOST:
-            for old in list(_known)[: _MOST // 2]:
-                _known.pop(old, None)
-        _known[key] = state, refs, value
+    _known.keep(key, (state, [weakref.ref(t, gone) for t in tensors], value))
 
 
 def cached_by_tensors(given: Any, key: tuple[object, ...], make: Callable[[], T]) -> T:

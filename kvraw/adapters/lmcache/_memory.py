@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from typing import NamedTuple
 
-from kvraw.adapters.lmcache import _host
 from kvraw.adapters.lmcache._place import this_device
 from kvraw.copying import device_state
-from kvraw.errors import BoundsError, DriverError, KvrawError
+from kvraw.errors import BoundsError, DriverError, HostMemoryError, KvrawError
 from kvraw.runtime import fork
 from kvraw.runtime.driver import driver_or_none, usable_here
+from kvraw.runtime.host import backing
+from kvraw.runtime.host.buffer import HostBuffer
 from kvraw.runtime.host.mapping import HostOptions
-from kvraw.runtime.host.pool import HostPool
-from kvraw.runtime.host.registration import is_registered
-from kvraw.runtime.memory import Registration
 
 __all__ = [
     "alloc_hugepage_pinned_numa_ptr",
@@ -38,12 +35,10 @@ class FreeError(KvrawError, RuntimeError, ValueError):
     """An address that was not handed out, or not by this kind of allocation, or with another size."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     kind: str
     nbytes: int
-    release: Callable[[], None]
-    pinned: bool = True
+    buffer: HostBuffer
 
 
 _lock = fork.lock()
@@ -56,10 +51,34 @@ def _size(size: int) -> int:
     return int(size)
 
 
-def _keep(address: int, block: _Block) -> int:
+def _allocate(kind: str, size: int, options: HostOptions, *, pin: bool = True) -> int:
+    """Memory that is backed, and pinned where there is a CUDA driver; it is known by its address until it is freed."""
+    nbytes = _size(size)
+    device = this_device() if pin and driver_or_none() is not None else None
+    buffer = HostBuffer(nbytes, device=device, pin=None if device is not None else False, options=options)
     with _lock:
-        _live[address] = block
-    return address
+        _live[buffer.address] = _Block(kind, nbytes, buffer)
+    return buffer.address
+
+
+def _system(kind: str, size: int, *, node: int | None = None, huge: bool = False, pin: bool = True) -> int:
+    """The same, with the errors of system calls as LMCache's callers read them."""
+    if node is not None and node < 0:
+        raise RuntimeError(f"mbind failed: node {node} is negative")
+    # The only node that there is needs no binding, which containers often do not allow.
+    bound = None if node is None or (backing.nodes() or [0]) == [node] else node
+    _size(size)
+    try:
+        options = HostOptions("huge-2MiB" if huge else "anonymous", node=bound, strict=True, populate=True)
+        return _allocate(kind, size, options, pin=pin)
+    except BoundsError as error:
+        raise RuntimeError(f"mbind failed: Invalid argument: {error}") from None
+    except HostMemoryError as error:
+        why = error.__cause__ or error.__context__
+        if not isinstance(why, OSError):
+            raise RuntimeError(str(error)) from None
+        call = "mbind" if "NUMA binding" in str(error) else "mmap"
+        raise RuntimeError(f"{call} failed: {os.strerror(why.errno or 0)}") from error
 
 
 def _free(kind: str, ptr: int, size: int | None) -> None:
@@ -73,26 +92,14 @@ def _free(kind: str, ptr: int, size: int | None) -> None:
         if size and size != block.nbytes:
             raise FreeError(f"free_{kind}_ptr: size is {size}, address {ptr:#x} has {block.nbytes} bytes")
         del _live[ptr]
-    if block.pinned and usable_here():
+    if block.buffer.pinned and usable_here():
         try:
             device_state.drain()  # transfers may still use it
         except BaseException:
             with _lock:
                 _live[ptr] = block
             raise
-    block.release()
-
-
-def _pin(address: int, nbytes: int, owner: object = None) -> Registration | None:
-    """Register memory; None where there is no driver to register it with."""
-    return None if driver_or_none() is None else Registration(address, nbytes, this_device(), owner=owner)
-
-
-def _unmap_unregistered(address: int, nbytes: int) -> None:
-    """Give memory back that could not be pinned; what the driver would not unregister stays mapped."""
-    if not is_registered(address, nbytes):
-        with contextlib.suppress(RuntimeError):
-            _host.unmap(address, nbytes)
+    block.buffer.close()
 
 
 def alloc_pinned_ptr(size: int, flags: int = 0, *, device_id: int | None = None) -> int:
@@ -100,9 +107,7 @@ def alloc_pinned_ptr(size: int, flags: int = 0, *, device_id: int | None = None)
 
     `flags` and `device_id` are accepted and change nothing: the memory is pinned for every device.
     """
-    device = None if driver_or_none() is None else this_device()
-    pool = HostPool(_size(size), device=device, options=HostOptions(populate=True))
-    return _keep(pool.address, _Block("pinned", size, pool.close))
+    return _allocate("pinned", size, HostOptions(populate=True))
 
 
 def free_pinned_ptr(ptr: int) -> None:
@@ -110,30 +115,9 @@ def free_pinned_ptr(ptr: int) -> None:
     _free("pinned", ptr, None)
 
 
-def _mapped(kind: str, size: int, *, node: int | None, huge: bool, pin: bool) -> int:
-    nbytes = _size(size)
-    length = -(-nbytes // _host.HUGE_PAGE) * _host.HUGE_PAGE if huge else nbytes
-    address = _host.map_memory(length, huge=huge)
-    try:
-        if node is not None:
-            _host.bind(address, length, node)
-        _host.populate(address, length, huge=huge)
-        registration = _pin(address, length) if pin else None
-    except BaseException:
-        _unmap_unregistered(address, length)
-        raise
-
-    def release() -> None:
-        if registration is not None:
-            registration.close()
-        _host.unmap(address, length)
-
-    return _keep(address, _Block(kind, nbytes, release, pin))
-
-
 def alloc_numa_ptr(size: int, numa_id: int = 0) -> int:
     """Pageable memory on a NUMA node."""
-    return _mapped("numa", size, node=numa_id, huge=False, pin=False)
+    return _system("numa", size, node=numa_id, pin=False)
 
 
 def free_numa_ptr(ptr: int, size: int | None = None) -> None:
@@ -143,7 +127,7 @@ def free_numa_ptr(ptr: int, size: int | None = None) -> None:
 
 def alloc_pinned_numa_ptr(size: int, numa_id: int = 0) -> int:
     """Memory on a NUMA node, pinned where there is a CUDA driver."""
-    return _mapped("pinned_numa", size, node=numa_id, huge=False, pin=True)
+    return _system("pinned_numa", size, node=numa_id)
 
 
 def free_pinned_numa_ptr(ptr: int, size: int | None = None) -> None:
@@ -153,7 +137,7 @@ def free_pinned_numa_ptr(ptr: int, size: int | None = None) -> None:
 
 def alloc_hugepage_pinned_ptr(size: int, flags: int = 0, *, device_id: int | None = None) -> int:
     """Memory of 2 MiB pages out of the system's pool, pinned where there is a CUDA driver."""
-    return _mapped("hugepage_pinned", size, node=None, huge=True, pin=True)
+    return _system("hugepage_pinned", size, huge=True)
 
 
 def free_hugepage_pinned_ptr(ptr: int, size: int = 0) -> None:
@@ -163,7 +147,7 @@ def free_hugepage_pinned_ptr(ptr: int, size: int = 0) -> None:
 
 def alloc_hugepage_pinned_numa_ptr(size: int, numa_id: int = 0) -> int:
     """Memory of 2 MiB pages on a NUMA node, pinned where there is a CUDA driver."""
-    return _mapped("hugepage_pinned_numa", size, node=numa_id, huge=True, pin=True)
+    return _system("hugepage_pinned_numa", size, node=numa_id, huge=True)
 
 
 def free_hugepage_pinned_numa_ptr(ptr: int, size: int = 0) -> None:
@@ -177,23 +161,13 @@ def alloc_shm_pinned_ptr(size: int, shm_name: str = "") -> int:
     A segment of the same name is stale, and is unlinked first. The segment is unlinked when the process exits; what
     one that was killed left is swept by the next one that allocates shared memory.
     """
-    nbytes = _size(size)
-    segment = _host.create_shared(shm_name, nbytes)
-    address = segment.address
+    plain = shm_name.lstrip("/") if shm_name else None
+    if plain is not None and (not plain or "/" in plain or plain in (".", "..") or len(plain) > 255):
+        raise ValueError(f"shm_name is {shm_name!r}, must be a name without slashes, of 1 to 255 characters")
     try:
-        registration = _pin(address, nbytes)
-    except BaseException:
-        segment.unlink()
-        _unmap_unregistered(address, nbytes)
-        raise
-
-    def release() -> None:
-        segment.unlink()  # by its inode: another process may have made the name anew
-        if registration is not None:
-            registration.close()
-        _host.unmap(address, nbytes)
-
-    return _keep(address, _Block("shm_pinned", nbytes, release))
+        return _allocate("shm_pinned", size, HostOptions("shared", name=plain, replace=True, populate=True))
+    except (HostMemoryError, FileExistsError) as error:
+        raise RuntimeError(f"shm_open failed: {shm_name!r}, {size} bytes: {error}") from None
 
 
 def free_shm_pinned_ptr(ptr: int, size: int = 0, shm_name: str = "") -> None:

@@ -13,7 +13,7 @@ from kvraw.copying.plan import Side
 from kvraw.runtime.context import DeviceScope
 
 if TYPE_CHECKING:
-    from kvraw.adapters.lmcache._paged import Part
+    from kvraw.layouts.parts import Part
 
 __all__ = ["object_side", "reach"]
 

@@ -1,30 +1,22 @@
-"""Where a call happens: its device and its stream."""
+"""Where a call happens: its device."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable
 from typing import Any
 
+from kvraw.adapters.tensors import current_stream, torch_cuda
 from kvraw.runtime.context import current_device
 from kvraw.runtime.driver import driver_or_none
 
 __all__ = ["current_stream", "device_index", "tensor_device", "this_device"]
 
-_raw_stream: Callable[[int], int] | None = None
 _indices: dict[Any, int | None] = {}  # of devices that were named by something other than a number
-
-
-def _torch_cuda() -> Any:
-    """Torch's CUDA part where it is in use, else None."""
-    torch: Any = sys.modules.get("torch")
-    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 def this_device() -> int:
     """The current device: torch's where it is in use, else the current context's, else 0."""
-    cuda = _torch_cuda()
+    cuda = torch_cuda()
     if cuda is not None:
         return int(cuda.current_device())
     found = current_device() if driver_or_none() is not None else None
@@ -61,16 +53,3 @@ def device_index(device: Any) -> int | None:
 def tensor_device(tensor: Any) -> int | None:
     """Device that holds a tensor; None for the host."""
     return device_index(tensor.device)
-
-
-def current_stream(device: int) -> int:
-    """The caller's current stream on a device: torch's, or the default stream where torch is not in use."""
-    global _raw_stream
-    if _raw_stream is None:
-        cuda = _torch_cuda()
-        if cuda is None:
-            return 0
-        # The handle alone, without a stream object around it, where this torch offers that.
-        found = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
-        _raw_stream = found or (lambda at: cuda.current_stream(at).cuda_stream)
-    return int(_raw_stream(device))

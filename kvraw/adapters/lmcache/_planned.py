@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvraw.adapters.deferred_errors import Sink
-from kvraw.adapters.lmcache._copies import check_range, enqueue_split
+from kvraw.adapters.lmcache._copies import check_range, copy_on_host
 from kvraw.adapters.lmcache._ids import host_ids
 from kvraw.adapters.lmcache._launch import Copies
 from kvraw.addresses import FIRST, TOP, require_address
 from kvraw.arrays import ASK_DRIVER, U64, IndexVector
 from kvraw.cache import require_host
 from kvraw.copying.addresses import resolve
-from kvraw.copying.device_state import DeviceState
-from kvraw.copying.operands import Operands, check_host_index, require_index
+from kvraw.copying.operands import check_host_index, require_index
+from kvraw.copying.steps import Step, StepCopy
 from kvraw.errors import PlacementError
-from kvraw.prepared import DeviceTable, PreparedCopy, Reached
-from kvraw.runtime.completion import Operation
+from kvraw.memo import Memo
+from kvraw.prepared import DeviceTable, Reached
 from kvraw.runtime.context import at_reset
 from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import PinnedBuffer
@@ -28,13 +27,10 @@ from kvraw.runtime.memory import PinnedBuffer
 if TYPE_CHECKING:
     from kvraw.adapters.lmcache._paged import Paged
 
-__all__ = ["Stage", "enqueue_stage", "pieces", "stages", "tables_of"]
-
-Stage = tuple[int, int, int, int]  # a staging copy: destination, source, bytes, offset in the host buffer
+__all__ = ["pieces", "run_on_host", "stages", "tables_of"]
 
 _TOP = 2**64
-_NONE = np.zeros(0, np.uint64)
-_bits: dict[tuple[int, int, int], int] = {}
+_bits: Memo[tuple[int, int, int], int] = Memo(4096)
 at_reset(_bits.clear)
 
 
@@ -61,9 +57,7 @@ def _table_bits(name: str, address: int, entries: int, device: int, stream: int 
     """
     key = (device, address, entries)
     if key not in _bits and stream is not None:
-        _bits[key] = int(np.bitwise_or.reduce(_fetch(name, address, entries, device, stream))) % 16
-        if len(_bits) > 4096:
-            _bits.pop(next(iter(_bits)))
+        _bits.keep(key, int(np.bitwise_or.reduce(_fetch(name, address, entries, device, stream))) % 16)
     return _bits.get(key, 8)
 
 
@@ -98,21 +92,6 @@ def tables_of(name: str, address: int, paged: Paged, stream: int | None) -> Sequ
     return [DeviceTable(address, entries, bits)]
 
 
-class _Launch:
-    """A copy that the kernel carries out, ready."""
-
-    __slots__ = ("_copy", "_count", "_ends", "_first", "_link")
-
-    def __init__(self, copy: PreparedCopy, ends: tuple[Operands, Operands], first: int, count: int, link: bool) -> None:
-        self._copy, self._ends, self._first, self._count, self._link = copy, ends, first, count, link
-
-    def enqueue(self, state: DeviceState, operation: Operation, capturing: bool, on_error: Sink) -> None:
-        """Enqueue it as a part of an operation; the device's context is current."""
-        self._copy.enqueue_kernel(
-            state, operation, *self._ends, self._first, self._count, link=self._link, on_error=on_error
-        )
-
-
 def pieces(
     copies: Copies,
     device: int | None,
@@ -139,21 +118,16 @@ def pieces(
         require_index(f"{copies.index}_base", IndexVector(None, address, total, 8, ASK_DRIVER), device)
         index = IndexVector(None, address, total, 8, device)
     for copy, table, objects in zip(copies.each, *ends, strict=True):
-        if device is not None and copies.kernel:
-            known = isinstance(table, Reached)
-            paged = Operands(table.seen, index) if known else Operands(_NONE, index, table)
-            flat = Operands(objects.seen), paged
-            found.append(_Launch(copy, flat[::-1] if to_host else flat, first, count, objects.link))
-            continue
-        work = copy.ready if device is not None else partial(partial, copy)
-        if to_host:
-            found.append(work(table, objects, count, src_index=index, first=first))
+        both, by = ((table, objects), (index, None)) if to_host else ((objects, table), (None, index))
+        options: dict[str, Any] = {"src_index": by[0], "dst_index": by[1], "first": first}
+        if device is None:
+            found.append(partial(copy, *both, count, **options))
         else:
-            found.append(work(objects, table, count, dst_index=index, first=first))
+            found.append(copy.ready(*both, count, **options, engine="kernel" if copies.kernel else None))
     return found
 
 
-def stages(copies: Iterable[Stage]) -> list[Stage]:
+def stages(copies: Iterable[StepCopy]) -> list[StepCopy]:
     """Staging copies, checked; without those of no bytes."""
     found = []
     for dest, src, nbytes, offset in copies:
@@ -168,10 +142,11 @@ def stages(copies: Iterable[Stage]) -> list[Stage]:
     return found
 
 
-def enqueue_stage(stage: Stage, alignment: int, stream: int) -> None:
-    """Enqueue a staging copy, cut where registrations may end; the device's context is current."""
-    dest, src, nbytes, offset = stage
-    if offset % alignment + nbytes <= alignment:
-        driver().memcpy_async(dest, src, nbytes, stream)
-    else:
-        enqueue_split(dest, src, nbytes, offset, alignment, stream)
+def run_on_host(step: Step, *, copies_first: bool = True) -> None:
+    """Carry a step out in host memory: its copies, and its launches, which are functions there."""
+    for copying in (copies_first, not copies_first):
+        for part in step.copies if copying else step.launches:
+            if type(part) is tuple:
+                copy_on_host(*part[:3])
+            else:
+                part()  # type: ignore[operator]

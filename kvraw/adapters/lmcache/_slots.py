@@ -9,13 +9,9 @@ import numpy as np
 from kvraw.adapters.deferred_errors import raise_deferred
 from kvraw.adapters.lmcache._ids import ids_of, ids_on
 from kvraw.adapters.lmcache._memo import cached_by_tensors
-from kvraw.adapters.lmcache._pageable import StandIns, require_no_capture
 from kvraw.adapters.lmcache._paged import (
-    INDEXER,
-    PLANES,
     Counts,
     Paged,
-    Part,
     addresses_of,
     from_pointers,
     from_tensors,
@@ -24,9 +20,11 @@ from kvraw.adapters.lmcache._paged import (
 from kvraw.adapters.lmcache._place import current_stream, device_index, tensor_device
 from kvraw.adapters.lmcache._types import ArgumentError, direction_of, format_of, is_mla, way_of
 from kvraw.arrays import U64
+from kvraw.copying.bounce import BounceBuffers, require_no_capture
 from kvraw.copying.plan import Side
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.layouts.formats import FORMATS
+from kvraw.layouts.parts import Part
 from kvraw.plain import odd, require_plain, unusable
 from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
@@ -47,8 +45,6 @@ __all__ = [
 
 _KV_LIST = 9
 _FEW = 8  # base addresses that are written one by one sooner than as a vector
-# Where a slot's number times a token's bytes is its place in a tensor: block sizes do not matter.
-_TOKEN_ROWS = (1, 3, 4, 5, 9, 11, 13, 16, 18)
 
 
 class _Rows:
@@ -145,30 +141,30 @@ class _Rows:
         if device is None:
             if tensor.device.type != "cpu":
                 raise PlacementError(f"the tokens lie on device {tensor.device.index}, the cache in host memory")
-            self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream, captured)
+            self._copies.run(self._reached(address, Where(None, address)), ids, skip, count, stream)
             return
         if tensor.device.type != "cpu":
             if tensor.device.index not in (None, device):
                 raise PlacementError(f"the tokens lie on device {tensor.device.index}, the cache on device {device}")
-            self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream, captured)
+            self._copies.run(self._reached(address, Where(device, address)), ids, skip, count, stream)
             return
         with DeviceScope(device):
             where = locate(address, self._span)
             if where.device_address:
                 self._pinned = pinned_at(address)
-                self._copies.run(self._reached(address, where), ids, skip, count, stream, captured)
+                self._copies.run(self._reached(address, where), ids, skip, count, stream)
                 return
             require_no_capture(captured)
-            stand_ins = StandIns([(address, self._span)], device, fill=True)
-            address = stand_ins.addresses[0]
-            ids = ids._replace(owner=(ids.owner, stand_ins))
+            buffers = BounceBuffers([(address, self._span)], device, fill=True)
+            address = buffers.addresses[0]
+            ids = ids._replace(owner=(ids.owner, buffers))
             reached, waited = self._reached(address, locate(address, self._span)), self.to_host
-            done = self._copies.run(reached, ids, skip, count, stream, captured, waited=waited)
+            done = self._copies.run(reached, ids, skip, count, stream, waited=waited)
         if waited and done is not None:
             try:
                 done.wait()
             finally:  # what a bad slot leaves out is one token
-                stand_ins.copy_back()
+                buffers.copy_back()
 
     def _reached(self, address: int, where: Where) -> Reached:
         host, seen = self._steps + np.uint64(address), self._steps + np.uint64(where.device_address)
@@ -204,7 +200,7 @@ def _of_tensors(number: int, given: Any, kv_size: int, layers: int, hidden: int,
     tensors = list(given) if isinstance(given, (list, tuple)) else [given]
     if number == 0 and (len(tensors) != 1 or (layers == 1 and len(getattr(tensors[0], "shape", ())) < 6)):
         number = 1
-    if number in (INDEXER, PLANES) or FORMATS[number].pointers == "L":
+    if FORMATS[number].pointers in ("L", "LK"):
         tensors = tensors[:layers]
     paged = from_tensors(number, tensors, 1, kv_size, device, hidden)
     if paged.geometry.layers != layers:
@@ -228,13 +224,14 @@ def counts_of(
     Blocks and heads only where they matter. The head size of formats 10 and 12 is one half of a head where twice as
     much divides `hidden`, else both.
     """
-    fused, halves = planes == 1 and number in (10, 12), planes == 2 and number in (10, 11)
-    if number in _TOKEN_ROWS and not stride:
+    form = FORMATS[number]
+    if form.tokens_apart and not stride:
         block_size = 1
     elif block_size <= 0:
         raise ArgumentError(f"block_size is {block_size}, must be positive for format {number}")
     heads = 1
-    if halves or (number != INDEXER and FORMATS[number].hnd):
+    if form.hnd or (planes == 2 and form.fused):
+        fused = planes == 1 and form.paired
         width = 2 * head_size if fused and head_size > 0 and hidden % (2 * head_size) == 0 else head_size
         if width <= 0 or hidden % width:
             raise ArgumentError(f"head_size is {head_size}, must divide {hidden} for format {number}")
@@ -330,7 +327,7 @@ def single_layer_kv_transfer(
     planes, hidden = int(shape[1 if token_major else 0]) if len(shape) == 3 else 1, shape[-1]
 
     def make() -> Paged:
-        if number in (4, 9, 16, 17):
+        if FORMATS[number].pointers not in ("", "L"):
             raise ArgumentError(f"Unsupported EngineKVFormat {number}: a layer of it is no single tensor")
         return from_tensors(number, tensor, 1, planes, tensor_device(tensor), hidden)
 

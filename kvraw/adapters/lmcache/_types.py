@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+import types
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 from kvraw.errors import KvrawError
+from kvraw.layouts.formats import FORMATS, Format
+from kvraw.memo import Memo
 
 __all__ = [
     "BatchStep",
@@ -28,113 +32,50 @@ __all__ = [
     "set_shape_desc_dtype",
 ]
 
-M = TypeVar("M", bound="_Member")
-
 
 class ArgumentError(KvrawError, ValueError, RuntimeError):
     """An argument that cannot be meant; one of LMCache's modules raises ValueError for it, the other RuntimeError."""
 
 
-class _Members(type):
-    """Makes a class of named integers iterable, and callable by number."""
-
-    names: dict[str, Any]
-
-    def __iter__(cls) -> Iterator[Any]:
-        return iter(cls.names.values())
-
-    def __len__(cls) -> int:
-        return len(cls.names)
-
-    def __getitem__(cls, name: str) -> Any:
-        return cls.names[name]
-
-    @property
-    def __members__(cls) -> Mapping[str, Any]:
-        return dict(cls.names)
-
-
-class _Member(int, metaclass=_Members):
+class _Member(enum.IntEnum):
     """An integer with a name: equal to the same integer and to other modules' members of that value."""
 
-    names: ClassVar[dict[str, Any]] = {}
-    name: str
-
-    def __new__(cls: type[M], value: Any) -> M:
-        number = operator.index(value)
-        for member in cls.names.values():
-            if int(member) == number:
-                return member  # type: ignore[no-any-return]
-        raise ArgumentError(f"{value!r} is not a valid {cls.__name__}")
-
-    @property
-    def value(self) -> int:
-        """The number."""
-        return int(self)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}.{self.name}: {int(self)}>"
-
-    __str__ = __repr__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (int(self),)
+    __str__ = enum.Enum.__repr__
 
     @classmethod
-    def _define(cls, home: type, **members: int) -> None:
-        for name, number in members.items():
-            member = int.__new__(cls, number)
-            member.name = name
-            cls.names[name] = member
-            setattr(home, name, member)
+    def _missing_(cls, value: object) -> Any:
+        found = cls._value2member_map_.get(operator.index(value))  # type: ignore[arg-type]
+        if found is None:
+            raise ArgumentError(f"{value!r} is not a valid {cls.__name__}")
+        return found
 
 
 class TransferDirection(_Member):
     """Host to device, or device to host."""
 
-    names: ClassVar[dict[str, Any]] = {}
-    H2D: ClassVar[TransferDirection]
-    D2H: ClassVar[TransferDirection]
+    H2D = 0
+    D2H = 1
 
 
-TransferDirection._define(TransferDirection, H2D=0, D2H=1)
+_REFERENCE = range(12)  # the formats that the reference version knows
 
 
-class _LaterFormats(_Member):
-    """Home of the members that came after the reference version: ``vars(EngineKVFormat)`` shows that version's."""
+def formats_of(rows: Mapping[int, Format]) -> Any:
+    """The enum of the formats that have numbers.
+
+    Members that came after the reference version live in a base: ``vars`` of the enum shows that version's.
+    """
+    later: Any = types.new_class("_LaterFormats", (_Member,))
+    made = later("EngineKVFormat", {rows[n].name: n for n in sorted(rows)}, module=__name__)
+    made.__doc__ = "Layouts of an engine's paged KV cache."
+    for name, member in made.__members__.items():
+        if name in vars(made):
+            type.__delattr__(made, name)
+        type.__setattr__(made if member in _REFERENCE else later, name, member)
+    return made
 
 
-class EngineKVFormat(_LaterFormats):
-    """Layouts of an engine's paged KV cache."""
-
-    names: ClassVar[dict[str, Any]] = {}
-
-
-EngineKVFormat._define(
-    EngineKVFormat,
-    NB_NL_TWO_BS_NH_HS=0,
-    NL_X_TWO_NB_BS_NH_HS=1,
-    NL_X_NB_TWO_BS_NH_HS=2,
-    NL_X_NB_BS_HS=3,
-    TWO_X_NL_X_NBBS_NH_HS=4,
-    NL_X_NBBS_ONE_HS=5,
-    NL_X_TWO_NB_NH_BS_HS=6,
-    NL_X_NB_TWO_NH_BS_HS=7,
-    NB_NL_TWO_NH_BS_HS=8,
-    TWO_X_NL_X_NB_BS_NH_HS=9,
-    NL_X_NB_NH_BS_TWO_HS=10,
-    NL_X_NB_BS_NH_TWO_HS=11,
-)
-EngineKVFormat._define(
-    _LaterFormats,
-    NL_X_NB_NH_BS_CS=12,
-    NL_X_NB_BS_NH_CS=13,
-    NL_X_NB_BSV_BSS=14,
-    NL_X_TWO_NB_NH_ONE_BS_HS=15,
-    NL_X_TWO_X_NB_BS_NH_HS=16,
-    NL_X_NP_X_NB_BS_ONE_HS=17,
-    NL_X_NB_BS_NH_HS=18,
-)
+EngineKVFormat = formats_of(FORMATS)
 GPUKVFormat = EngineKVFormat
 
 
@@ -159,12 +100,12 @@ def direction_of(direction: Any) -> bool:
 def format_of(engine_kv_format: Any) -> int:
     """The number of a format."""
     value = number("engine_kv_format", engine_kv_format)
-    if not 0 <= value < len(EngineKVFormat):
+    if value not in FORMATS:
         raise ArgumentError(f"Unsupported EngineKVFormat: {engine_kv_format!r}")
     return value
 
 
-_ways: dict[tuple[Any, ...], tuple[bool, int]] = {}
+_ways: Memo[tuple[Any, ...], tuple[bool, int]] = Memo(256)
 
 
 def way_of(direction: Any, engine_kv_format: Any) -> tuple[bool, int]:
@@ -176,42 +117,35 @@ def way_of(direction: Any, engine_kv_format: Any) -> tuple[bool, int]:
         return direction_of(direction), format_of(engine_kv_format)
     except KeyError:
         pass
-    found = direction_of(direction), format_of(engine_kv_format)
-    if len(_ways) < _MOST_WAYS:
-        _ways[key] = found
-    return found
+    return _ways.keep(key, (direction_of(direction), format_of(engine_kv_format)))
 
 
-_MOST_WAYS = 256
-_CROSS_LAYER, _KV_LIST, _MLA = (0, 8), (4, 9), (3, 5, 14, 17)
-
-
-def _asked(engine_kv_format: Any, later: Any) -> int:
+def _asked(engine_kv_format: Any, later: Any) -> Format:
     """The format of a predicate, under either of its names."""
     if engine_kv_format is not None and later is not None:
         raise TypeError("engine_kv_format and format are two names of one argument, both were given")
-    return format_of(engine_kv_format if later is None else later)
+    return FORMATS[format_of(engine_kv_format if later is None else later)]
 
 
 # Later versions of LMCache call the argument `format`.
 def is_cross_layer(engine_kv_format: Any = None, *, format: Any = None) -> bool:
     """Whether all layers lie in one tensor."""
-    return _asked(engine_kv_format, format) in _CROSS_LAYER
+    return not _asked(engine_kv_format, format).pointers
 
 
 def is_kv_list(engine_kv_format: Any = None, *, format: Any = None) -> bool:
     """Whether keys and values are two lists of tensors."""
-    return _asked(engine_kv_format, format) in _KV_LIST
+    return _asked(engine_kv_format, format).pointers == "PL"
 
 
 def is_layer_list(engine_kv_format: Any = None, *, format: Any = None) -> bool:
     """Whether there is one entry per layer."""
-    return _asked(engine_kv_format, format) not in _CROSS_LAYER + _KV_LIST
+    return _asked(engine_kv_format, format).pointers[:1] == "L"
 
 
 def is_mla(engine_kv_format: Any = None, *, format: Any = None) -> bool:
     """Whether a token is one row of one plane."""
-    return _asked(engine_kv_format, format) in _MLA
+    return _asked(engine_kv_format, format).mla
 
 
 class PageBufferShapeDesc:

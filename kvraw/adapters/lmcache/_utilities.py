@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvraw.adapters.lmcache._blocks import blocks_of
 from kvraw.adapters.lmcache._ids import ids_of
-from kvraw.adapters.lmcache._paged import Paged, Part, from_tensors
+from kvraw.adapters.lmcache._paged import Paged, from_tensors, interned
 from kvraw.adapters.lmcache._place import tensor_device
 from kvraw.adapters.lmcache._types import EngineKVFormat, format_of, is_mla
-from kvraw.arrays import pointer_vector, tensor_view
+from kvraw.adapters.tensors import flatten
+from kvraw.arrays import pointer_vector
+from kvraw.cache import views_of
 from kvraw.layouts.discovery import discover
-from kvraw.layouts.formats import FORMATS
+from kvraw.layouts.engine_shapes import every_shape
+from kvraw.layouts.formats import FORMATS, VLLM_LAYOUTS
+from kvraw.layouts.parts import parts_of
 from kvraw.plain import require_memory
-from kvraw.runtime import fork
-from kvraw.runtime.context import at_reset
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,57 +26,26 @@ if TYPE_CHECKING:
 __all__ = ["compute_kv_layout", "gather_paged_kv_to_cpu", "scatter_cpu_to_paged_kv"]
 
 _log = logging.getLogger("kvraw")
-_SEVERAL = (14, 17)
-# What the reference version calls the layouts that later versions name by the whole row (10 and 11 are 12 and 13).
-_REFERENCE = {12: 10, 13: 11}
 # The order of heads and tokens by vLLM's names, which say that K and V are one row: versions that know them say so.
-_POOLS = {"BLHNC": "HND", "BLNHC": "NHD", "LBHNC": "HND", "LBNHC": "NHD"}
-_NUMBERS = {"BLPTHD": 0, "PBTHD": 1, "BPTHD": 2, "BTD": 3, "PBHTD": 6, "BPHTD": 7, "BLPHTD": 8, "BHTD": 12, "BTHD": 13}
-_lock = fork.lock()
-_known: OrderedDict[tuple[object, ...], _Found] = OrderedDict()
-at_reset(_known.clear)
+_POOLS = {name: "HND" if form.hnd else "NHD" for name, form in VLLM_LAYOUTS.items() if form.axes[-3:] in ("HTD", "THD")}
+_NUMBERS = {
+    shape.dims: shape.format.number
+    for shape in every_shape()
+    if "vllm" in shape.words and shape.given in ("", "L") and shape.dims == shape.format.axes
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A cache that tensors were read as."""
-
-    number: int
-    paged: Paged
-
-    @property
-    def hidden(self) -> int:
-        """Elements of a token of one layer and plane."""
-        part = self.paged.parts[0]
-        return part.row // part.layout.geometry.element_size
-
-
-def _flatten(tensors: Any) -> list[Any]:
-    return [x for t in tensors for x in _flatten(t)] if isinstance(tensors, (list, tuple)) else [tensors]
-
-
-def _views(tensors: Any) -> Any:
-    return [_views(t) for t in tensors] if isinstance(tensors, (list, tuple)) else tensor_view(tensors, "kv_caches")
-
-
-def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_kv_format: Any) -> _Found:
+def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_kv_format: Any) -> Paged:
     tensors: Any = list(kv_caches.values())
     if not tensors:
         raise ValueError("kv_caches is empty. Cannot compute KV layout.")
-    flat, hints = _flatten(tensors), hints or {}
+    flat, hints = flatten(tensors), hints or {}
     number = None if engine_kv_format is None else format_of(engine_kv_format)
     for t in flat:
         require_memory("kv_caches", t)
     on_error = tuple((t.data_ptr(), tensor_device(t), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
-    key = (on_error, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
-    found = _known.get(key)
-    if found is None:
-        found = _read(tensors, flat[0], hints, number)
-        with _lock:
-            _known[key] = found
-            while len(_known) > 64:
-                _known.popitem(last=False)
-    return found
+    key = ("engine", on_error, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
+    return interned(key, lambda: _read(tensors, flat[0], hints, number))
 
 
 def _axes(first: Any, number: int | None, kv_layout: str, nested: bool, cross_layer: bool) -> tuple[str, int] | None:
@@ -104,20 +73,20 @@ def _axes(first: Any, number: int | None, kv_layout: str, nested: bool, cross_la
     return lists + "".join(letters[i] for i in range(len(sizes))), _NUMBERS[spelled] if number is None else number
 
 
-def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None) -> _Found:
+def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None) -> Paged:
     device, block_size = tensor_device(first), hints.get("tokens_per_block")
-    if number is None and len(first.shape) == 3 and first.element_size() == 1 and first.shape[-1] == 132:
-        number = 14
-    if number in _SEVERAL:
-        return _Found(number, from_tensors(number, tensors, block_size or 0, 1, device))
-    cross_layer = number in (0, 8) or (number is None and len(tensors) == 1 and len(first.shape) == 6)
+    if number is None and len(first.shape) == 3 and first.element_size() == 1:
+        number = next((form.number for form in FORMATS.values() if form.token_bytes == first.shape[-1] > 0), None)
+    form = None if number is None else FORMATS[number]
+    if number is not None and form is not None and form.several:
+        return from_tensors(number, tensors, block_size or 0, 1, device)
+    cross_layer = len(tensors) == 1 and len(first.shape) == 6 if form is None else not form.pointers
     if cross_layer:
         tensors = first
     given = hints.get("kv_layout") or ""
     # The reference version reads layers of an engine on the CPU as heads-first where nothing else is said.
     kv_layout = _POOLS.get(given, given) or ("HND" if device is None and not cross_layer else "NHD")
-    fused = number in (10, 11)
-    views = _views(tensors)
+    views = views_of(tensors, "kv_caches")
     sizes: dict[str, Any] = {"block_size": block_size, "num_heads": hints.get("num_kv_heads")}
     nested = isinstance(tensors, list) and isinstance(tensors[0], (list, tuple))
     ruled = None if hints.get("kv_list_layout") else _axes(first, number, kv_layout, nested, cross_layer)
@@ -130,20 +99,18 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
     else:
         found = discover(
             views,
-            format=number + 2 if number is not None and fused and len(first.shape) == 4 else number,
-            engine="sglang" if number in (4, 5, 9, 18) else "trtllm" if number == 8 else "vllm",
+            format=number,
             kv_layout=None if number is not None else kv_layout,
             head_size=hints.get("head_dim"),
-            kv_list_layout="k_v" if number == 4 else hints.get("kv_list_layout"),
-            planes=1 if fused and len(first.shape) == 5 else None,
+            kv_list_layout=hints.get("kv_list_layout"),
             **sizes,
         )
         name = found.layout.format.number
-    g = found.layout.geometry
-    if name in _REFERENCE and (fused or (number is None and given not in _POOLS)) and g.head_size % 2 == 0:
-        name = _REFERENCE[name]
-    part = Part(found.layout, row=g.heads * g.head_size * g.element_size)
-    return _Found(name, Paged(pointer_vector("kv_caches", found.addresses), (part,), device))
+    older = FORMATS[name].older if name in FORMATS else -1
+    if older >= 0 and number is None and given not in _POOLS and found.layout.geometry.head_size % 2 == 0:
+        name = older  # the layouts that later versions name by the whole row
+    parts = parts_of(found.layout.format, [found.layout])
+    return Paged(pointer_vector("kv_caches", found.addresses), parts, device, name)
 
 
 def compute_kv_layout(
@@ -156,16 +123,16 @@ def compute_kv_layout(
     ValueError
         There are no tensors, or they fit no format.
     """
-    found = _find(kv_caches, layout_hints, None)
-    g, first = found.paged.geometry, _flatten(list(kv_caches.values()))[0]
+    paged = _find(kv_caches, layout_hints, None)
+    g, first = paged.geometry, flatten(list(kv_caches.values()))[0]
     dtype = str(first.dtype).replace("torch.", "")
-    return g.block_size, g.layers, found.hidden, dtype, EngineKVFormat(found.number)
+    return g.block_size, g.layers, paged.hidden, dtype, EngineKVFormat(paged.number)
 
 
-def _shape(found: _Found, tokens: int) -> tuple[int, ...]:
-    g = found.paged.geometry
-    inner = (g.layers, tokens, found.hidden)
-    return inner if g.planes == 1 or is_mla(found.number) else (g.planes, *inner)
+def _shape(paged: Paged, tokens: int) -> tuple[int, ...]:
+    g = paged.geometry
+    inner = (g.layers, tokens, paged.hidden)
+    return inner if g.planes == 1 or is_mla(paged.number) else (g.planes, *inner)
 
 
 def gather_paged_kv_to_cpu(
@@ -195,28 +162,28 @@ def gather_paged_kv_to_cpu(
     """
     if blocks_per_chunk <= 0:
         raise ValueError(f"blocks_per_chunk is {blocks_per_chunk}, must be positive")
-    found = _find(kv_caches, layout_hints, engine_kv_format)
+    paged = _find(kv_caches, layout_hints, engine_kv_format)
     whole = len(block_ids) // blocks_per_chunk
     wanted = list(range(whole)) if chunk_indices is None else list(chunk_indices)
     if out is not None and len(out) < len(wanted):
         raise ValueError(f"out length ({len(out)}) must be at least the number of gathered chunks ({len(wanted)})")
     if any(not 0 <= at < whole for at in wanted):
         raise ValueError(f"chunk_indices {wanted} must be in [0, {whole})")
-    tokens = blocks_per_chunk * found.paged.geometry.block_size
+    tokens = blocks_per_chunk * paged.geometry.block_size
     if out is None:
-        chunks = _new(kv_caches, _shape(found, tokens), len(wanted), found.paged.device)
+        chunks = _new(kv_caches, _shape(paged, tokens), len(wanted), paged.device)
     else:
         chunks = out if len(out) == len(wanted) else out[: len(wanted)]
     ids = [block_ids[at * blocks_per_chunk + k] for at in wanted for k in range(blocks_per_chunk)]
-    index = ids_of("block_ids", ids, found.paged.device, keep=chunks)
-    blocks_of(found.paged, True, tokens).move(chunks, index, 0)
+    index = ids_of("block_ids", ids, paged.device, keep=chunks)
+    blocks_of(paged, True, tokens).move(chunks, index, 0)
     return chunks
 
 
 def _new(kv_caches: Mapping[str, Any], shape: tuple[int, ...], count: int, device: int | None) -> list[Any]:
     import torch
 
-    dtype = _flatten(list(kv_caches.values()))[0].dtype
+    dtype = flatten(list(kv_caches.values()))[0].dtype
     return [torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device is not None) for _ in range(count)]
 
 
@@ -242,8 +209,8 @@ def scatter_cpu_to_paged_kv(
             f"block_ids length ({len(block_ids)}) must be at least len(chunks) ({len(chunks)}) * blocks_per_chunk "
             f"({blocks_per_chunk})"
         )
-    found = _find(kv_caches, layout_hints, engine_kv_format)
-    block_size = found.paged.geometry.block_size
+    paged = _find(kv_caches, layout_hints, engine_kv_format)
+    block_size = paged.geometry.block_size
     skip, rest = divmod(max(skip_first_n_tokens, 0), block_size)
     if rest:
         _log.error(
@@ -252,5 +219,5 @@ def scatter_cpu_to_paged_kv(
             block_size,
             skip,
         )
-    ids = ids_of("block_ids", list(block_ids[:need]), found.paged.device, keep=chunks)
-    blocks_of(found.paged, False, blocks_per_chunk * block_size).move(chunks, ids, skip)
+    ids = ids_of("block_ids", list(block_ids[:need]), paged.device, keep=chunks)
+    blocks_of(paged, False, blocks_per_chunk * block_size).move(chunks, ids, skip)

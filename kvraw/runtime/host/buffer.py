@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from kvraw.errors import (
     TransferTimeoutError,
 )
 from kvraw.runtime import fork
-from kvraw.runtime.completion import Completion
+from kvraw.runtime.closeable import Closing
 from kvraw.runtime.context import device_to_pin, gpu_at_hand, require_device, tie
 from kvraw.runtime.driver import driver, usable_here
 from kvraw.runtime.host.backing import BackingInfo, inspect_backing
@@ -27,7 +26,7 @@ from kvraw.runtime.host.mapping import HostMapping, HostOptions, allocate_memory
 from kvraw.runtime.host.populate import populate_threads
 from kvraw.runtime.host.preparation import BackgroundGrowth, PopulateAndRegister, preparation_account
 from kvraw.runtime.host.registration import Registration, give_up
-from kvraw.runtime.host.usage import HostWork, UseTracker
+from kvraw.runtime.host.usage import Use, UseTracker
 
 __all__ = ["HostBuffer"]
 
@@ -37,7 +36,7 @@ _DEFAULTS = HostOptions()
 _live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
 
-class HostBuffer(UseTracker, NotPicklable):
+class HostBuffer(Closing, UseTracker, NotPicklable):
     """One range of host memory, page-aligned and of exactly the size asked for (rounded up to whole pages).
 
     Parameters
@@ -75,6 +74,8 @@ class HostBuffer(UseTracker, NotPicklable):
     ...     buffer.pinned
     False
     """
+
+    _noun = "buffer"
 
     def __init__(
         self, nbytes: int, *, device: int | None = None, pin: bool | None = None, options: HostOptions | None = None
@@ -214,7 +215,7 @@ class HostBuffer(UseTracker, NotPicklable):
     def _start(self, target: int | None) -> None:
         options, memory = self._options, self._memory
         if memory.kind == "pinned" or (target is None and not options.populate):
-            self._extend(self.nbytes)
+            self._ready = self.nbytes
             return
         if not options.grow:
             # Shared memory of another process may be in use already.
@@ -254,7 +255,7 @@ class HostBuffer(UseTracker, NotPicklable):
         self._memory.hide_from_children(bool(made))
         self._facts = None
         if extend:
-            self._extend(self.nbytes)
+            self._ready = self.nbytes
 
     def _publish(self, registration: Registration | None) -> None:
         """A step of a growing buffer is ready."""
@@ -268,16 +269,12 @@ class HostBuffer(UseTracker, NotPicklable):
                 self._memory.registrations.append(registration)
                 self._memory.hide_from_children(True)
             self._facts = None
-            self._extend(self._preparation.reached)
+            self._ready = self._preparation.reached
         self._report(self._preparation.reached)
 
     def _report(self, reached: int) -> None:
         if self._options.progress is not None:
             self._options.progress(reached, self.nbytes)
-
-    def _extend(self, ready: int) -> None:
-        """The first `ready` bytes may be used."""
-        self._ready = ready
 
     def _roll_back(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -313,11 +310,15 @@ class HostBuffer(UseTracker, NotPicklable):
                 raise growth.error.with_traceback(None)
         self.require_open()
 
-    def mark_used(self, completion: Completion | HostWork) -> None:
-        """Note an operation that uses this memory, which must be open: a `close` that comes now waits for it."""
+    def mark_used(self, use: Use, within: Use | None = None) -> None:
+        """Note an operation that uses this memory: a `close` that comes now waits for it.
+
+        The memory must be open; or the operation is a part of another use, which `close` waits for.
+        """
         with self._lock:
-            self.require_open()
-            super().mark_used(completion)
+            if within is None:
+                self.require_open()
+            self.note_use(use)
 
     # pinning
 
@@ -356,9 +357,9 @@ class HostBuffer(UseTracker, NotPicklable):
             It cannot be pinned.
         """
         device = integer("device", device)
-        self.require_open()
-        if self.pinned:
+        if self.pinned and not self._forked:  # also while `close` waits for the caller
             return
+        self.require_open()
         with self._pin_lock:
             self.require_open()
             if not self.pinned:
@@ -424,7 +425,7 @@ class HostBuffer(UseTracker, NotPicklable):
                 "huge_page_bytes": found.huge_bytes,
                 "nodes": found.nodes,
                 "ready_bytes": self._ready,
-                "in_flight": len(self._busy),
+                "in_flight": len(self._uses),
                 "closed": self._closed,
                 **self._memory.account(),
                 **preparation_account(self._preparation, self._growth),
@@ -437,10 +438,6 @@ class HostBuffer(UseTracker, NotPicklable):
         growing = self._growth is not None and self._ready < self.nbytes
         self._forked |= growing or bool(self._memory.registrations) or self._memory.kind == "pinned"
         self._growth = None
-
-    @property
-    def _noun(self) -> str:
-        return "buffer"
 
     def close(self, timeout: float | None = 60.0) -> None:
         """Wait for the transfers that use the memory, unpin it, and drop it once no view needs it. Idempotent.
@@ -460,7 +457,7 @@ class HostBuffer(UseTracker, NotPicklable):
             if self._gone:
                 return
             self._closed = True
-        if self._forked or (not usable_here() and self._on_devices()):
+        if self._forked or (not usable_here() and any(use.queue is not None for use in list(self._uses))):
             self._gone = True  # in a forked child all of it is the parent's
             return
         if self._growth is not None:
@@ -498,14 +495,6 @@ class HostBuffer(UseTracker, NotPicklable):
             raise ClosedError(f"the {self._noun} is closed")
         if self._forked:
             raise ForkError(f"the {self._noun} was pinned, or growing, in a parent process, and does not survive fork")
-
-    def __enter__(self: B) -> B:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _in_child() -> None:

@@ -45,6 +45,8 @@ class HostOptions:
         Bind the memory to a NUMA node; "device": the one that the GPU hangs on.
     name : str, optional
         Of shared memory; default: one of its own.
+    replace : bool
+        Of shared memory: whatever has the name loses it.
     strict : bool
         Raise where huge pages or the node are not to be had, instead of going on without them with one warning.
     populate : bool, optional
@@ -84,6 +86,7 @@ class HostOptions:
     threads: int | None = None
     step_bytes: int | None = None
     progress: Callable[[int, int], None] | None = None
+    replace: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("anonymous", "huge-2MiB", "huge-1GiB", "shared", "pinned"):
@@ -328,7 +331,6 @@ def _shared(segment: shm.Segment) -> HostMapping:
 def _pinned(nbytes: int, device: int) -> HostMapping:
     size = _round(nbytes, libc.PAGE)
     buffer = PinnedBuffer(size, device)
-    buffer._finalizer.atexit = False
     forget = note_allocation(driver(), buffer.address, size)
 
     def release() -> None:
@@ -358,7 +360,7 @@ def allocate_memory(nbytes: int, options: HostOptions, device: int | None, pin_d
     """
     lost: tuple[str, str] | None = None
     if options.kind == "shared":
-        memory = _shared(shm.create_segment(_round(nbytes, libc.PAGE), options.name))
+        memory = _shared(shm.create_segment(_round(nbytes, libc.PAGE), options.name, replace=options.replace))
     elif options.kind == "pinned" and pin_device is not None:
         return _pinned(nbytes, pin_device)
     elif options.kind in HUGE:

@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from kvraw.checks import NotPicklable, integer
 from kvraw.errors import BoundsError, ClosedError, ForkError, HostMemoryError
-from kvraw.runtime.completion import Completion, Operation
+from kvraw.runtime.completion import Operation
 from kvraw.runtime.host.buffer import HostBuffer
 from kvraw.runtime.host.mapping import HostMapping, HostOptions
 from kvraw.runtime.host.suballoc import Arena, Size
-from kvraw.runtime.host.usage import HostWork, Use
+from kvraw.runtime.host.usage import Use
 
 __all__ = ["HostChunk", "HostPool"]
 
@@ -38,7 +38,7 @@ class _Wait(NamedTuple):
 
     def over(self) -> bool:
         """True where nothing uses it any more."""
-        return all(use.over for use in self.users)
+        return all(use.finished for use in self.users)
 
 
 class HostChunk(NotPicklable):
@@ -157,6 +157,7 @@ class HostPool(HostBuffer):
     """
 
     ALIGNMENT = 4096
+    _noun = "pool"
     limit: int | None
 
     def __init__(
@@ -188,23 +189,11 @@ class HostPool(HostBuffer):
         self._start_offset = -memory.address % self.ALIGNMENT  # of borrowed memory
         super()._adopt(memory, target, options)
 
-    @property
-    def _noun(self) -> str:
-        return "pool"
-
     def _in_child(self) -> None:
         super()._in_child()
         self._copied |= self._memory.segment is not None
 
-    def _extend(self, ready: int) -> None:
-        start = max(self._ready, self._start_offset)
-        super()._extend(ready)
-        end = ready // self.ALIGNMENT * self.ALIGNMENT if ready < self.nbytes else ready
-        self._ready = end
-        if end > start:
-            self._arena.extend(start, end - start)
-
-    # Who changes the books calls `_begin` and `_finish`; what an interrupt, a finalizer, a signal handler or a fork
+    # Who changes the tables calls `_begin` and `_finish`; what an interrupt, a finalizer, a signal handler or a fork
     # left between them, the next one brings to its end. What is true: the arena, `HostChunk.kind`, `_waiting`.
 
     def _begin(self) -> int:
@@ -240,7 +229,8 @@ class HostPool(HostBuffer):
             self._arena.release(offset, wait.grant)
             return
         for use in wait.users:
-            use.waiting.append(offset)
+            if (freed := self._uses.get(use)) is not None:
+                freed.append(offset)
         self._waiting[offset] = wait
         self._waiting_bytes += wait.grant
         if wait.over():  # in the meantime
@@ -252,16 +242,22 @@ class HostPool(HostBuffer):
             del self._waiting[offset]
             self._waiting_bytes -= wait.grant
 
-    def _end(self, use: Use) -> None:
-        """Give the arena back what waited for this operation as the last one. The lock is held."""
-        super()._end(use)
-        if not use.waiting:
+    def _settle(self) -> None:
+        """Give the arena what waited for operations that are over, and what has become ready. The lock is held."""
+        self._drop_finished()
+        start, end = max(self._arena.end, self._start_offset), self._ready
+        if end < self.nbytes:
+            end -= end % self.ALIGNMENT
+        if not self._ended and end <= start:
             return
         begun = self._begin()
-        for offset in list(use.waiting):
+        ended, self._ended = self._ended, []
+        for offset in ended:
             wait = self._waiting.get(offset)
             if wait is not None and wait.over():
                 self._give(offset, wait)
+        if end > start:
+            self._arena.extend(start, end - start)
         self._finish(begun)
 
     def chunks(self, count: int, nbytes: int, *, timeout: float = 0.0) -> list[HostChunk]:
@@ -317,7 +313,7 @@ class HostPool(HostBuffer):
         if self._torn:
             self._repair()
         offsets = self._take(count, size)
-        if offsets is None and self._waiting:
+        if offsets is None:
             self._settle()
             offsets = self._take(count, size)
         if offsets is not None:
@@ -348,7 +344,7 @@ class HostPool(HostBuffer):
             f"free, the largest hole is {self._arena.largest_hole}"
         )
         if self._waiting:
-            text += f"; {self._waiting_bytes} bytes were freed but {len(self._busy)} transfers may still use them"
+            text += f"; {self._waiting_bytes} bytes were freed but {len(self._uses)} transfers may still use them"
         if self.limit is not None and self._in_use() + count * size > self.limit:
             text += f"; the limit is {self.limit} bytes, of which {self._in_use()} are handed out"
         if self._ready < self.nbytes:
@@ -383,10 +379,13 @@ class HostPool(HostBuffer):
         self._settle()
         begun = self._begin()
         users: dict[int, list[Use]] = {}
-        if self._queues or self._lost:
+        if self._uses:
             addresses = {chunk.address for chunk in chunks}
-            for use in self._busy:
-                for address in use.of(addresses):
+            for use in list(self._uses):
+                uses = use.uses
+                if uses is not None and type(uses) is not frozenset:
+                    uses = use.uses = frozenset(uses.tolist())  # only now: most are over before a chunk is freed
+                for address in addresses if uses is None else addresses & uses:
                     users.setdefault(address, []).append(use)
         for chunk in chunks:
             offset = chunk.address - self.address
@@ -402,9 +401,7 @@ class HostPool(HostBuffer):
             self._freeing = None
         self._finish(begun)
 
-    def mark_live_chunks(
-        self, completion: Completion | HostWork, version: int, require_live: Callable[[], None]
-    ) -> None:
+    def mark_live_chunks(self, use: Use, version: int, require_live: Callable[[], None]) -> None:
         """`mark_used` for chunks that were live at a `version` of the pool; checked anew where it is another.
 
         Memory that another thread frees after this is not handed out before the operation is over.
@@ -412,7 +409,7 @@ class HostPool(HostBuffer):
         with self._lock:
             if self._torn:
                 self._repair()
-            self.mark_used(completion)
+            self.mark_used(use)
             if version != self.version:
                 require_live()
 
@@ -431,7 +428,7 @@ class HostPool(HostBuffer):
                 or not (memory.registrations or memory.kind == "pinned")
             ):
                 return None
-            self.note_use(operation.stream, operation)
+            self.note_use(operation)
             return memory.shift
 
     def info(self) -> dict[str, object]:

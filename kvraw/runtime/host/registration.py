@@ -6,6 +6,7 @@ import bisect
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from kvraw import config
 from kvraw.errors import BoundsError, DriverError
 from kvraw.runtime import fork
 from kvraw.runtime.closeable import Owner
-from kvraw.runtime.context import DeviceScope, FreshScope, tie
+from kvraw.runtime.context import DeviceScope, FreshScope
 from kvraw.runtime.driver import CudaDriver, driver, driver_here, driver_if, usable_here
 from kvraw.runtime.known import describe
 
@@ -25,7 +26,6 @@ __all__ = [
     "is_registered",
     "note_allocation",
     "note_edges",
-    "registered_bytes",
     "spans",
 ]
 
@@ -288,9 +288,7 @@ class Registration(Owner):
         self.address, self.nbytes, self.device = address, nbytes, device
         d = driver()
         entry = _acquire(d, address, address + nbytes, device, step, owner, foreign)
-        self._finalizer = weakref.finalize(self, _release, weakref.ref(d), entry)
-        self._finalizer.atexit = False  # the process gives everything back, and work may still be under way
-        tie(self)
+        self._own(_release, weakref.ref(d), entry)
         self.device_address = address + entry.shift
         self.pieces = len(entry.pieces) + len(entry.foreign)
 
@@ -341,9 +339,10 @@ def note_edges(d: CudaDriver, edges: set[int]) -> bool:
     return bool(new)
 
 
-def cut_book(d: CudaDriver) -> _Book:
-    """What has the ascending addresses that no copy may span as `listed`, to be read without a lock."""
-    return _book(d)
+def cut_list(d: CudaDriver) -> Callable[[], list[int]]:
+    """A function for the ascending addresses that no copy may span, which takes no lock and asks nothing."""
+    book = _book(d)
+    return partial(getattr, book, "listed")
 
 
 def cuts_with(more: Sequence[int] | U64 = ()) -> U64:
@@ -409,14 +408,3 @@ def is_registered(address: int, nbytes: int) -> bool:
         return False
     with book.changed:
         return any(e.begin < address + nbytes and address < e.end for e in book.entries)
-
-
-def registered_bytes() -> tuple[int, int]:
-    """Number and bytes of the registrations that kvraw holds with the driver in use."""
-    d = driver_here()
-    book = None if d is None else _books.get(d)
-    if book is None:
-        return 0, 0
-    with book.changed:
-        pieces = [piece for entry in book.entries for piece in entry.pieces]
-    return len(pieces), sum(end - begin for begin, end in pieces)

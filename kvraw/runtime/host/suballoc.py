@@ -58,6 +58,11 @@ class Arena:
             self._rebuild()
         return self._by_size[-1][0] if self._by_size else 0
 
+    @property
+    def end(self) -> int:
+        """Where the range ends that was added last; 0 where there is none."""
+        return sum(self._ranges[-1]) if self._ranges else 0
+
     # the holes
 
     def _rebuild(self) -> None:
@@ -144,11 +149,6 @@ class Arena:
                 raise
         self._end(begun)
 
-    def take(self, size: int) -> int | None:
-        """Offset of `size` bytes of the smallest hole that holds them, the lowest of several; None: no hole does."""
-        found = self.grant(1, Size(size))
-        return None if found is None else found[0]
-
     def grant(self, count: int, size: Size) -> list[int] | None:
         """Offsets of `count` times `size` bytes, all or none (None)."""
         while True:
@@ -179,20 +179,6 @@ class Arena:
         """Take back what is still handed out of a grant, of which nobody knows: an exception came in between."""
         for offset in [at for at, found in list(self._live.items()) if found is size]:
             self.release(offset, size)
-
-    def holds(self, offset: int) -> bool:
-        """True where this offset is handed out."""
-        return offset in self._live
-
-    def give(self, offset: int) -> None:
-        """Take bytes back.
-
-        Raises
-        ------
-        KeyError
-            They are not handed out.
-        """
-        self.release(offset, self._live[offset])
 
     def release(self, offset: int, grant: int) -> None:
         """Take bytes back where they are still handed out by that grant."""

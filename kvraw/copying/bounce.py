@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvraw.arrays import TensorView
 from kvraw.copying import cpu
 from kvraw.errors import PlacementError
 from kvraw.runtime import fork
 from kvraw.runtime.context import at_reset
 from kvraw.runtime.memory import PinnedBuffer, locate
 
-__all__ = ["StandIns", "pageable", "require_no_capture"]
+__all__ = ["BounceBuffers", "pageable", "require_no_capture"]
 
 _KEPT = 64 << 20  # bytes of buffers that are kept for the next call, per device
 _lock = fork.lock()
@@ -55,7 +54,7 @@ class _Lease:
             kept.append(self.buffer)
 
 
-class StandIns:
+class BounceBuffers:
     """Buffers in the place of some ranges of host memory.
 
     Parameters
@@ -78,13 +77,6 @@ class StandIns:
     def addresses(self) -> list[int]:
         """Address of each buffer."""
         return [lease.buffer.address for lease in self._leases]
-
-    def views(self) -> list[TensorView]:
-        """The buffers as tensors of bytes, each of which holds on to its buffer."""
-        return [
-            TensorView(lease.buffer.address, (n,), (1,), 1, None, lease)
-            for lease, (_, n) in zip(self._leases, self._ranges, strict=True)
-        ]
 
     def copy_back(self) -> None:
         """Copy the buffers to the ranges."""
