@@ -55,7 +55,9 @@ class PreparedCall:
         if not self._call.count:
             return "none"
         self._call.capturing, self._call.on_error = capturing, on_error
-        return self._bound.enqueue(state, operation, self._call, self._choice).engine
+        choice = self._bound.enqueue(state, operation, self._call, self._choice)
+        operation.recorded = False  # other parts may come behind it
+        return choice.engine
 
 
 class PreparedCopy:

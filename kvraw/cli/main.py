@@ -130,7 +130,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     beside.add_argument("--sizes", type=_run_sizes, metavar="MIB,...", help="MiB of a transfer (1 to 256)")
     beside.add_argument("--rows", type=_run_sizes, metavar="BYTES,...", help="run sizes: 256, 2048, 32768, 2097152")
     beside.add_argument("--depth", type=_run_sizes, default=[1], metavar="N,...", help="transfers under way at once")
-    beside.add_argument("--seconds", type=_seconds, default=0.3, help="of decode steps, a row (default: %(default)s)")
+    beside.add_argument("--seconds", type=_seconds, default=0.45, help="of decode steps, a row (default: %(default)s)")
     beside.add_argument("--rounds", type=_positive, default=1, help="of each row, whose medians count (default: 1)")
     beside.add_argument("--batch", type=_positive, default=32, help="of the decode (default: %(default)s)")
     beside.add_argument("--lmcache", metavar="PATH", help="LMCache's compiled module (default: the installed one)")

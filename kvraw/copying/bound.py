@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvraw.arrays import I64, U64, IndexVector
+from kvraw.arrays import I64, U64
 from kvraw.copying.addresses import AddressTable
 from kvraw.copying.call import Call
 from kvraw.copying.device_state import DeviceState
@@ -34,10 +34,6 @@ class IdCheck(NamedTuple):
         if self.side is not None:
             skip = self.side.skip_negative
             c.check(self.name, ids, count, self.side.limit, skip_negative=skip, distinct=self.distinct, first=first)
-
-
-def _host_ids(index: IndexVector | None) -> I64:
-    return _NO_IDS if index is None or index.host is None else index.host
 
 
 class IdChecker:
@@ -144,5 +140,7 @@ class BoundCall:
             if index is None:
                 index, other = other, None
             if other is not None:
-                values[self._other] = _host_ids(other).ctypes.data
-            return operation.run(self._program, _host_ids(index))
+                assert other.host is not None
+                values[self._other] = other.host.ctypes.data
+            ids = _NO_IDS if index is None or index.host is None else index.host
+            return operation.run(self._program, ids)

@@ -126,7 +126,6 @@ class BoundCopy:
         if choice is None:
             choice = self.chooser.choose(state, call)
         engine = choice.engine
-        operation.recorded = False  # behind another part of it
         if engine == "kernel" and not call.capturing and call.host_ids and call.host_tables:
             bound = self._bound_kernel(state, call)
             if bound is not None and bound.run_call(operation, call):

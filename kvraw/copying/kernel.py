@@ -336,7 +336,7 @@ class KernelPlan:
         if template is None:
             filled = ArgumentBlock(ka.ARGS)
             filled.words[: ka.WORDS_AT] = self._long[: ka.WORDS_AT]  # as the plan filled it; the rest is written below
-            filled.words.view(np.uint32)[ka.PACE_COST] = 0
+            filled.words[ka.PACE_COST] = 0
             template = self._templates[vector] = filled.words[:-1], ka.fill_width(filled.record, plan, vector)
         block.words[:-1] = template[0]
         segments = count * plan.runs_per_item * template[1]

@@ -87,25 +87,20 @@ def _read(tensors: Any, first: Any, hints: Mapping[str, Any], number: int | None
     # The reference version reads layers of an engine on the CPU as heads-first where nothing else is said.
     kv_layout = _POOLS.get(given, given) or ("HND" if device is None and not cross_layer else "NHD")
     views = views_of(tensors, "kv_caches")
-    sizes: dict[str, Any] = {"block_size": block_size, "num_heads": hints.get("num_kv_heads")}
     nested = isinstance(tensors, list) and isinstance(tensors[0], (list, tuple))
-    ruled = None if hints.get("kv_list_layout") else _axes(first, number, kv_layout, nested, cross_layer)
-    if ruled is not None:
-        axes, name = ruled
-        head_size = hints.get("head_dim") if "P" in axes else None
-        found = discover(
-            views, axes=axes, kv_layout=None if number is not None else kv_layout, head_size=head_size, **sizes
-        )
-    else:
-        found = discover(
-            views,
-            format=number,
-            kv_layout=None if number is not None else kv_layout,
-            head_size=hints.get("head_dim"),
-            kv_list_layout=hints.get("kv_list_layout"),
-            **sizes,
-        )
-        name = found.layout.format.number
+    lists = hints.get("kv_list_layout") or None
+    axes, name = (None if lists else _axes(first, number, kv_layout, nested, cross_layer)) or (None, -1)
+    found = discover(
+        views,
+        axes=axes,
+        format=number if axes is None else None,
+        kv_layout=kv_layout if number is None else None,
+        block_size=block_size,
+        num_heads=hints.get("num_kv_heads"),
+        head_size=hints.get("head_dim") if axes is None or "P" in axes else None,
+        kv_list_layout=lists,
+    )
+    name = found.layout.format.number if axes is None else name
     older = FORMATS[name].older if name in FORMATS else -1
     if older >= 0 and number is None and given not in _POOLS and found.layout.geometry.head_size % 2 == 0:
         name = older  # the layouts that later versions name by the whole row
