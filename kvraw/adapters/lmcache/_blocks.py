@@ -182,7 +182,7 @@ class Blocks:
         if state is None or state.was_reset or state.owner is not d:
             self._state = device_state(device) if d.context_device() == device else None
             return False
-        if not len(objects) or d.context_device() != device:
+        if not len(objects):
             return False
         places = objects if set(map(type, objects)) == _INTEGERS else self._places(objects)
         kept, there = remembered(state.memory, places, self.nbytes), None if type(ids) is list else ids_on(ids, device)
@@ -198,7 +198,7 @@ class Blocks:
                 and self._copies.repeat(stream, places, bits, there, skip, count, memory=memory, refs=refs)
             )
         repeated = self._repeated
-        if repeated is None or not kept.holds(d) or pending(state):
+        if repeated is None or d.context_device() != device or not kept.holds(d) or pending(state):
             return False
         if stream not in LEGACY and d.stream_capturing(stream):
             return False
