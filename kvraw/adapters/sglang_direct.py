@@ -18,6 +18,7 @@ from kvraw.copying.bound_copies import BoundCopies
 from kvraw.copying.given import page_starts
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import BoundsError, LayoutError
+from kvraw.memo import Memo
 from kvraw.plain import require_plain
 from kvraw.runtime.context import at_reset
 
@@ -78,9 +79,9 @@ def _side(step: int, count: int, token: int = 0) -> Side:
     return Side(outer=step, token=token, table_layer=1, entries=count)
 
 
-_FEW, _MOST = 8, 512
-_by_value: dict[tuple[object, ...], Any] = {}
-_by_identity: dict[tuple[object, ...], tuple[list[object], Any, object]] = {}
+_FEW = 8
+_by_value: Memo[tuple[object, ...], Any] = Memo(512)
+_by_identity: Memo[tuple[object, ...], tuple[list[object], Any, object]] = Memo(512)
 at_reset(_by_value.clear)
 at_reset(_by_identity.clear)
 _fields = attrgetter("shape", "dtype")
@@ -118,14 +119,10 @@ def known(
     ready: T | None = _by_value.get(key)
     if ready is None:
         _require_plain(names, src, dst)
-        if len(_by_value) >= _MOST:
-            _by_value.clear()
-        ready = _by_value[key] = make()
+        ready = _by_value.keep(key, make())
     if many:
-        if len(_by_identity) >= _MOST:
-            _by_identity.clear()
         forget = partial(_forget, who)
-        _by_identity[who] = _places(src, dst), ready, [weakref.ref(t, forget) for t in (*src, *dst)]
+        _by_identity.keep(who, (_places(src, dst), ready, [weakref.ref(t, forget) for t in (*src, *dst)]))
     return ready
 
 

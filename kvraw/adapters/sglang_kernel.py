@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from kvraw.copying.kernel import KernelPlan
 from kvraw.copying.operands import DeviceTable, Operands
 from kvraw.copying.plan import CopyPlan
 from kvraw.errors import BoundsError, PlacementError
+from kvraw.memo import Memo
 from kvraw.plain import fault, unusable
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope
@@ -27,7 +28,6 @@ from kvraw.runtime.stream import capturing
 
 __all__ = ["INTS", "WARPS", "End", "Ids", "Numbers", "default_quota", "launch", "transfer"]
 
-T = TypeVar("T")
 INTS, WARPS = ("int64", "int32"), 32
 QUOTA_VARIABLE, QUOTA = "SGLANG_HICACHE_BLOCK_QUOTA", 2
 
@@ -93,7 +93,7 @@ def _make(src: End, dst: End, numbers: Numbers, quota: int, warps: int, state: D
     kernels, kind = state.bound[_KERNELS], (plan, quota, warps)
     kernel = kernels.get(kind)
     if kernel is None:  # else made for another layer
-        kernel = _keep(kernels, kind, KernelPlan(plan, ctas=quota, threads=warps * 32, names=_INDEX_NAMES))
+        kernel = kernels.keep(kind, KernelPlan(plan, ctas=quota, threads=warps * 32, names=_INDEX_NAMES))
     return _Ready(kernel, *ends)
 
 
@@ -118,8 +118,8 @@ def _on_device(name: str, end: End, side: PlacedSide, layers: int, device: int) 
 
 _NONE: U64 = np.zeros(0, np.uint64)
 _INDEX_NAMES = "src_indices", "dst_indices"
-_MOST, _NAME, _KERNELS = 2048, "sglang calls", "sglang kernels"
-_on_host: dict[tuple[object, ...], _Ready] = {}
+_NAME, _KERNELS = "sglang calls", "sglang kernels"
+_on_host: Memo[tuple[object, ...], _Ready] = Memo(2048)
 _taken: set[tuple[object, object, tuple[str, ...]]] = set()  # types of both indices that an operation takes
 
 
@@ -182,19 +182,12 @@ def _move_on_host(src: End, dst: End, src_indices: Any, dst_indices: Any, number
     key = (src[:2], dst[:2], _see(src, dst), numbers)
     ready = _on_host.get(key)
     if ready is None:
-        ready = _keep(_on_host, key, _make(src, dst, numbers, 1, WARPS, None, 0))
+        ready = _on_host.keep(key, _make(src, dst, numbers, 1, WARPS, None, 0))
     if count and numbers[1]:
         ends = ((src, ready.src), (dst, ready.dst))
         bases = [_host_table(e[2], numbers[1]) if e[0] == "table" else side.bases for e, side in ends]
         index = tensors.index_array(src_indices, "src_indices"), tensors.index_array(dst_indices, "dst_indices")
         ready.copy(bases[0], bases[1], count, src_index=index[0], dst_index=index[1])
-
-
-def _keep(known: dict[Any, Any], key: object, made: T) -> T:
-    if len(known) >= _MOST:
-        known.clear()
-    known[key] = made
-    return made
 
 
 def launch(
@@ -234,7 +227,7 @@ def launch(
         if ready is None or not _still_pinned(ready):
             ready = _make(src, dst, numbers, quota, warps, state, bits)
             if bits != pointer_tables.UNKNOWN:
-                _keep(state.bound[_NAME], key, ready)
+                state.bound[_NAME].keep(key, ready)
         if count and numbers[1]:
             _launch_anew(state, key, ready, stream, captured, refs, numbers[1], count)
 
@@ -260,7 +253,7 @@ def _launch_anew(
     lasting = lasting and all(number for _, number in pinned)
     if lasting and not captured and not any(e[0] == "table" and not e[2][0].is_cuda for e in (src, dst)):
         bound = ready.bound or IndexedLaunch(state, ready.copy, ends, (at[1], to[1]), pinned=pinned)
-        _keep(state.bound[_NAME], key, ready._replace(bound=bound))
+        state.bound[_NAME].keep(key, ready._replace(bound=bound))
         if bound.enqueue(stream, at[0], to[0], count, on_error=pending_of(device), refs=refs) is not None:
             return
     index = [IndexVector(None, ids[0], count, ids[1], device, ids[2]) if ids[1] else None for ids in (at, to)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvraw.arrays import U64
 from kvraw.copying.pace import PaceWords
 from kvraw.copying.staging_ring import StagingRings
 from kvraw.copying.status_words import StatusPages
+from kvraw.memo import Memo
 from kvraw.runtime import fork
 from kvraw.runtime.completion import CompletionQueue
 from kvraw.runtime.context import DeviceScope, generation, reset_error, tie
@@ -63,8 +65,7 @@ class DeviceState:
         self.arena = StagingRings(device)
         self.paces = PaceWords(device)
         # What adapters made ready for this device, by a name of theirs: it ends with the context.
-        self.bound: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
-        self.fences: dict[int, int] = {}  # events behind copies that are on nobody's books, by stream
+        self.bound: defaultdict[str, Memo[Any, Any]] = defaultdict(partial(Memo, _MOST))
         self._lock = fork.lock()
         self._side: dict[str, Stream] = {}
         self.idle: defaultdict[object, list[Any]] = defaultdict(list)  # memory for the next call, by its kind
@@ -82,13 +83,6 @@ class DeviceState:
             if states.get(self.device) is self:
                 del states[self.device]
         self.completions.fail_all(reset_error(self.device, "the transfer's work"))
-
-    def fence(self, stream: int) -> None:
-        """Have `drain` wait for what a stream was given so far, which is on nobody's books."""
-        event = self.fences.get(stream)
-        if event is None:
-            event = self.fences[stream] = self.completions.take_event()
-        self.owner.event_record(event, stream)
 
     def side_stream(self, direction: str) -> Stream:
         """The stream of our own for transfers of a direction that are not to run on the caller's."""
@@ -133,6 +127,7 @@ class DeviceState:
 
 _lock = fork.lock()
 _NONE: dict[int, Any] = {}
+_MOST = 2048  # calls of a kind that are kept
 
 
 def _states(d: CudaDriver) -> dict[int, DeviceState]:
@@ -144,10 +139,8 @@ def _states(d: CudaDriver) -> dict[int, DeviceState]:
 def drain() -> None:
     """Wait for all that devices in use were given, such as before memory that it may use is given up."""
     for state in list(_states(driver()).values()):
-        state.completions.drain()
         with DeviceScope(state.device):
-            for event in list(state.fences.values()):
-                state.owner.event_synchronize(event)
+            state.completions.drain()
 
 
 def device_state(device: int) -> DeviceState:

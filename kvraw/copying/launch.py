@@ -8,6 +8,7 @@ from typing import Any
 
 from kvraw.copying.device_state import DeviceState, Upload, device_state
 from kvraw.copying.transfer import Transfer
+from kvraw.memo import Memo
 from kvraw.runtime import fork
 from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope, note_error
@@ -47,22 +48,8 @@ class Launch:
     """
 
     __slots__ = (
-        "_addresses",
-        "_block",
-        "_ctas",
-        "_handle",
-        "_kernel",
-        "_lock",
-        "_params",
-        "_state",
-        "_status",
-        "_status_pages",
-        "_threads",
-        "_words",
-        "device",
-        "explain",
-        "on_error",
-        "owner",
+        *("_addresses", "_block", "_ctas", "_handle", "_kernel", "_lock", "_params", "_state", "_status"),
+        *("_status_pages", "_threads", "_words", "device", "explain", "on_error", "owner"),
     )
 
     def __init__(
@@ -204,15 +191,13 @@ def key_of(options: object, a: Any, b: Any, c: Any = None, d: Any = None) -> tup
 
 
 class LaunchCache:
-    """LaunchCache made for tensors, used again for tensors of the same shapes, strides, types and devices.
+    """Launches made for tensors, used again for tensors of the same shapes, strides, types and devices.
 
     Taking tensors in and checking them costs several times what a launch does.
     """
 
-    MOST = 256
-
     def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], Launch] = {}
+        self._made: Memo[tuple[Any, ...], Launch] = Memo(256)
 
     def get(self, key: tuple[Any, ...] | None) -> Launch | None:
         """The launch that was made for a key."""
@@ -222,6 +207,4 @@ class LaunchCache:
     def put(self, key: tuple[Any, ...] | None, launch: Launch) -> None:
         """Keep a launch, which must hold no tensor alive."""
         if key is not None:
-            if len(self._made) >= self.MOST:
-                self._made.clear()
-            self._made[key] = launch
+            self._made.keep(key, launch)

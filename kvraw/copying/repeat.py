@@ -23,11 +23,12 @@ from kvraw.copying.call import Call
 from kvraw.copying.chooser import joined_items
 from kvraw.copying.device_state import DeviceState
 from kvraw.copying.planner import Choice
+from kvraw.memo import Memo
 from kvraw.runtime.completion import Completion, Operation
 from kvraw.runtime.context import DeviceScope, note_error
 from kvraw.runtime.driver import driver
 from kvraw.runtime.host.pool import ChunkKind, HostPool
-from kvraw.runtime.stream import Stream, stream_handle
+from kvraw.runtime.stream import LEGACY, Stream, stream_handle
 
 __all__ = ["RepeatedCalls"]
 
@@ -79,11 +80,12 @@ class RepeatedCalls:
     ) -> None:
         self._gpu, self._device, self._cache, self._nbytes = gpu, device, cache, nbytes
         self._store, self._distinct = store, distinct
-        self._kinds: dict[tuple[int, ...], _Kind] = {}
+        self._kinds: Memo[tuple[int, ...], _Kind] = Memo(_MOST)
         # By the numbers of ids and chunks, whether these are host memory, the items left out, the width of ids and the
         # alignment; and by joined ids, where the engine depends on these.
-        self._bound: dict[tuple[int, ...], _Bound] = {}
-        self._joins: set[tuple[int, ...]] = set()  # what begins the keys of calls whose engine depends on joined ids
+        self._bound: Memo[tuple[int, ...], _Bound] = Memo(_MOST)
+        # What begins the keys of calls whose engine depends on joined ids.
+        self._joins: Memo[tuple[int, ...], bool] = Memo(_MOST)
 
     def enqueue(
         self,
@@ -94,15 +96,29 @@ class RepeatedCalls:
         stream: int,
         on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
-    ) -> Completion:
-        """Enqueue a call for chunks that were resolved, as an operation of its own; as `run`.
+    ) -> str | None:
+        """Enqueue a call for chunks that were resolved, as an operation of its own; `refs` are kept until it is over.
 
-        `refs` are kept until the copy is over.
+        Ids lie on the host or where kernels reach them, and there are as many chunks as they need.
+
+        Returns
+        -------
+        str or None
+            The engine; empty where it was by a bound program. None where nothing was enqueued: another device's context
+            is current, or a capture is in progress on the stream.
         """
-        operation = state.completions.begin(stream)
+        if not state.completions.events and not self._free(state, stream):
+            return None  # ahead of all: an event would be made in the current context
+        operation, engine = state.completions.begin(stream), ""
         try:
-            self.run(state, operation, chunks, index, skip, on_error)
-            return operation.commit((index.owner, refs))
+            key, choice = self._again(state, operation, chunks, index, skip, on_error)
+            if choice is None:
+                if not self._free(state, stream):  # a program looks at that itself
+                    operation.abort()
+                    return None
+                engine = self._anew(key, state, operation, chunks, index, skip, on_error).engine
+            operation.commit((index.owner, refs))
+            return engine
         except BaseException:
             operation.abort()
             raise
@@ -122,6 +138,19 @@ class RepeatedCalls:
         The device's context is current, no capture is in progress, ids lie on the host or where kernels reach them, and
         there are as many chunks as they need.
         """
+        key, choice = self._again(state, operation, chunks, index, skip, on_error)
+        return choice or self._anew(key, state, operation, chunks, index, skip, on_error, pool)
+
+    def _again(
+        self,
+        state: DeviceState,
+        operation: Operation,
+        chunks: AddressTable,
+        index: IndexVector,
+        skip: int,
+        on_error: Callable[[Exception], None] | None,
+    ) -> tuple[tuple[int, ...], Choice | None]:
+        """Enqueue a call by the program for its kind; the kind, and None where nothing was enqueued."""
         host, seen, ids = chunks.host, chunks.seen, index.host
         count, width, joined = index.count - skip, 0, 0
         size = count, len(host), chunks.link
@@ -140,7 +169,21 @@ class RepeatedCalls:
                 there = index if width else None
                 done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error, chunks.edges)
             if done:
-                return known.choice
+                return key, known.choice
+        return key, None
+
+    def _anew(
+        self,
+        key: tuple[int, ...],
+        state: DeviceState,
+        operation: Operation,
+        chunks: AddressTable,
+        index: IndexVector,
+        skip: int,
+        on_error: Callable[[Exception], None] | None,
+        pool: HostPool | None = None,
+    ) -> Choice:
+        count = index.count - skip
         call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
         choice = self._gpu.enqueue(state, operation, call)
         if operation.recorded:
@@ -159,20 +202,21 @@ class RepeatedCalls:
             choice = self._gpu.chooser.settled_choice(call, joined)
             if choice is None:
                 return
-            self._joins.add(size)
+            self._joins.keep(size, True)
         src, dst = (None if i is None else IndexVector(None, 0, i.count) for i in call.indices)
         call = Call(call.src, call.dst, src, dst, call.first, call.count)  # keeps nothing alive
         bound = self._gpu.bound(state, call, choice.engine)
         if bound is None:
             return
-        if len(self._bound) >= _MOST or len(self._kinds) >= _MOST:
-            self._bound.clear()
-            self._kinds.clear()
-        key = (*key[:-1], joined)
-        self._bound[key] = _Bound(state, choice, bound)
+        self._bound.keep((*key[:-1], joined), _Bound(state, choice, bound))
         if pool is not None and index.host is not None and not call.first:
-            kind = (*size[:2], joined)
-            self._kinds[kind] = _Kind(state, choice, bound, weakref.ref(pool), pool.device_shift)
+            kind = _Kind(state, choice, bound, weakref.ref(pool), pool.device_shift)
+            self._kinds.keep((*size[:2], joined), kind)
+
+    def _free(self, state: DeviceState, stream: int) -> bool:
+        """Whether the device's context is current, and no capture in progress on a stream."""
+        d = state.owner
+        return d.context_device() == self._device and not (stream not in LEGACY and d.stream_capturing(stream))
 
     def __call__(self, chunks: Sequence[Any], ids: Any, stream: Any, cache: object) -> tuple[Completion, Choice] | None:
         """Enqueue a call and keep what it uses; None where it must go the general way.

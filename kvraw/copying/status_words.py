@@ -85,6 +85,13 @@ class StatusSlot:
             self.on_error(error)
         return error
 
+    def finish(self) -> Exception | None:
+        """Read it, and give it back: the launch is over."""
+        error = self.read() if self._words[self._at] else None
+        self.completion = self.on_error = None
+        self._free.append(self)
+        return error
+
     def give_back(self) -> Exception | None:
         """To the next launch, cleared: what nobody read is lost. No kernel can write any more."""
         self.completion = self.on_error = None
@@ -120,12 +127,14 @@ class StatusPages:
         if slot.page >= self._used:
             self._used = slot.page + 1
         slot.describer, slot.origin, slot.on_error = describer, origin, on_error
-        operation.add_check(slot.read)
-        operation.on_done(slot.give_back)
+        if operation.captured:
+            operation.add_check(slot.read)
+            operation.on_done(slot.give_back)
+        else:
+            operation.on_done(slot.finish)
+            slot.completion = operation
         if on_error is not None:
             operation.handled = True
-        if not operation.captured:
-            slot.completion = operation
         return slot.address
 
     def get_ready(self) -> None:

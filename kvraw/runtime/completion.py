@@ -310,6 +310,7 @@ class CompletionQueue:
         # In order: where the front is under way, so is what is behind it.
         self.streams: dict[int, deque[Completion]] = {}
         self.events: list[int] = []
+        self.fences: dict[int, int] = {}  # events behind what is no operation, by stream
         self._begun = 0
         self.abandoned: list[object] = []
         self.captured: list[Completion] = []  # for good: nothing tells when the graphs are gone that replay them
@@ -345,6 +346,13 @@ class CompletionQueue:
                 self.release_refs()
         return Operation(self, stream, captured)
 
+    def fence(self, stream: int) -> None:
+        """Have `drain` wait for what a stream was given so far by calls that are no operations."""
+        event = self.fences.get(stream)
+        if event is None:
+            event = self.fences[stream] = self.take_event()
+        self.owner.event_record(event, stream)
+
     def release_refs(self) -> None:
         """Drop what finished operations borrowed, and log errors that nobody waits for. The caller holds no lock."""
         with contextlib.suppress(IndexError):  # another thread took it
@@ -360,6 +368,7 @@ class CompletionQueue:
             failed = [one for queue in self.streams.values() for one in queue]
             self.streams.clear()
             self.events.clear()
+            self.fences.clear()
             for one in failed:
                 one.error = one.error or error
                 one._event, one._checks, one._callbacks, one._pending = None, (), (), False
@@ -371,13 +380,28 @@ class CompletionQueue:
         """Finish operations that are over, without waiting; for those who hold a lock. The driver's error."""
         failed: DriverError | None = None
         with self.lock, self.owner.relaxed():
-            for queue in list(self.streams.values()):
+            for stream, queue in list(self.streams.items()):
                 try:
+                    self._finish_together(stream, queue)
                     while queue and (first := queue[0]).over():
                         self._remove(queue, first)
                 except DriverError as error:
                     failed = failed or error
         return failed
+
+    def _finish_together(self, stream: int, queue: deque[Completion]) -> None:
+        """Finish all operations of a stream where its newest is over: one question in place of one for each.
+
+        Not those of default streams: other contexts of the device have such as well, and ended threads had.
+        """
+        known = list(queue)
+        event = known[-1]._event if len(known) > 2 and stream > _PER_THREAD else None
+        if event is None or not self.owner.event_done(event):
+            return
+        for one in known:
+            if one._event is not None and not one._pending:
+                one._finish()
+                self._remove(queue, one)
 
     def _remove(self, queue: deque[Completion], one: Completion) -> None:
         try:
@@ -395,17 +419,19 @@ class CompletionQueue:
             raise failed
 
     def drain(self) -> None:
-        """Wait for every operation in the queue."""
+        """Wait for every operation in the queue, and for what `fence` was called behind."""
         while True:
             with self.lock:
                 queues = list(self.streams.values())
                 found = next(((queue, one) for queue in queues for one in list(queue) if not one._pending), None)
             if found is None:
-                self.release_refs()
-                return
+                break
             queue, oldest = found
             handled = oldest.handled
             oldest.wait()
             oldest.handled = handled
             with self.lock:
                 self._remove(queue, oldest)
+        for event in list(self.fences.values()):
+            self.owner.event_synchronize(event)
+        self.release_refs()

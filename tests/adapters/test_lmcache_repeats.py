@@ -12,6 +12,7 @@ import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters import tensors
 from kvraw.adapters.lmcache import _blocks, _groups, _launch
+from kvraw.copying.chooser import Chooser
 from kvraw.runtime.context import DeviceScope
 from tests.adapters.test_lmcache_blocks import World, call
 from tests.adapters.test_lmcache_groups import TOKENS, Plan, S
@@ -376,4 +377,30 @@ def test_a_bad_id_of_pinned_memory(device: int, pinned: list[bool], on_device: b
     for _ in range(2):
         call(w, good, ops.D2H)
     assert pinned[-1]
+    w.close()
+
+
+@pytest.mark.parametrize("kind", ["host ids", "device ids"])
+@pytest.mark.parametrize("place", ["pinned", "device"])
+@pytest.mark.parametrize("best", ["kernel", "copy at best"])
+def test_repeated_calls_choose_no_engine(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: str, place: str, best: str
+) -> None:
+    """Also where the choice of a kind of calls depends on the items that follow each other."""
+    chosen: list[int] = []
+    choose = Chooser.choose
+    monkeypatch.setattr(Chooser, "choose", lambda *args: (chosen.append(1), choose(*args))[1])
+    if best != "kernel":
+        monkeypatch.setattr(Chooser, "_depends", lambda self, engine, c: c.host_ids and (c.src.link or c.dst.link))
+    w = World(1, 2, 0, 2, place)
+    for k, ids in enumerate(
+        ([3, 1, 6, 0], [0, 2, 4, 6], [5, 3, 1, 6], [6, 4, 2, 0], [1, 3, 5, 0], [2, 6, 0, 4], [4, 1, 6, 2])
+    ):
+        w.expect("store", ids, 0)
+        given = numbers(ids, "device", 0) if kind == "device ids" else ids
+        if k >= 5:
+            chosen.clear()
+        call(w, given, ops.D2H)
+        assert k < 5 or not chosen
+        w.check()
     w.close()

@@ -122,12 +122,12 @@ def test_a_known_table_is_not_asked_again(fake: object, monkeypatch: pytest.Monk
         copies.append(fake.calls["memcpy_async"] - before)  # type: ignore[attr-defined]
         w.synchronize()
     assert copies == [2, 0, 0]
-    assert names[0] == "kvraw_copy_v8"
-    assert names[-1] == "kvraw_copy_v16"
+    assert names[0].endswith("_v8")
+    assert names[-1].endswith("_v16")
     table._version += 1
     sglang.transfer_kv_all_layer_mla(table, to, ids, ids, item_size=64, num_layers=LAYERS)
     w.synchronize()
-    assert names[-1] == "kvraw_copy_v8"
+    assert names[-1].endswith("_v8")
     known = len(pointer_tables._tables)
     tensors.device_state(0).completions.drain()
     del table

@@ -150,7 +150,7 @@ REPEATED: dict[str, tuple[Callable[[TorchLike], Call], int]] = {
     "direct, many": (_direct(8), 30),
     "direct to pages": (_to_pages, 29),
     "embedding ranges": (_ranges, 35),
-    "swap_blocks by kernel": (_swap(64), 44),
+    "swap_blocks by kernel": (_swap(64), 45),
     "swap_blocks by the copy engine": (_swap(32 << 20), 44),
     "swap_blocks_batch": (_swap_batch, 90),
 }

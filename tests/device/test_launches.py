@@ -132,7 +132,7 @@ def test_keys(place: Place) -> None:
 
 
 def test_few_are_kept(place: Place) -> None:
-    coder._launches.MOST = 4
+    coder._launches._made.most = 4
     for n in range(1, 8):
         codec.write_cdf(
             TorchLike(place, np.zeros((1, 3, n), np.uint8)),

@@ -318,3 +318,22 @@ def test_transfers_at_exit(ids: str, engine: str) -> None:
     code = _AT_EXIT.format(ids=ids, engine=engine)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.stdout == "equal\n", found.stderr
+
+
+def test_one_question_for_all_operations_of_a_stream(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    event_done = fake.event_done
+    monkeypatch.setattr(fake, "event_done", lambda event: (asked.append(event), event_done(event))[1])
+    queue, over = CompletionQueue(), list[int]()
+    with kvraw.Stream(0) as stream, DeviceScope(0):
+        for k in range(10):
+            operation = queue.begin(stream.handle)
+            operation.on_done(lambda k=k: over.append(k))
+            operation.enqueued.append(stream.handle)
+            operation.commit(None)
+        stream.synchronize()
+        asked.clear()
+        queue.reap()
+        assert over == list(range(10))
+        assert not len(queue)
+        assert len(asked) == 1

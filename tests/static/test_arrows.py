@@ -33,7 +33,7 @@ ALLOWED = {
     "kvraw.layouts.engine_shapes": "errors layouts",
     "kvraw.ptx": "errors ptx",
     "kvraw.runtime": "errors addresses checks config runtime",
-    "kvraw.copying": "errors checks config arrays layouts runtime ptx copying",
+    "kvraw.copying": "errors checks config memo arrays layouts runtime ptx copying",
     "kvraw.codec": "errors checks config arrays runtime ptx copying codec",
     "kvraw.rope": "errors config arrays runtime ptx copying rope",
     "kvraw.pages": "arrays",

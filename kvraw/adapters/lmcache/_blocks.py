@@ -31,10 +31,10 @@ from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.repeat import RepeatedCalls
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS
+from kvraw.memo import Memo
 from kvraw.plain import odd, unusable
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.stream import LEGACY
 from kvraw.transfer_plan import Direction, TransferPlan
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ class Blocks:
         self._open = config.ENGINE.get() in ("auto", "kernel")
         self._plan: TransferPlan | None = None
         self._repeated: RepeatedCalls | None = None
+        self._by_kernel: Memo[tuple[int, int, int], bool] = Memo(64)  # ids, objects, skip: by ids on the device
         self._state: DeviceState | None = None
         if paged.whole:
             cache = PagedCache(paged.parts[0].layout, paged.reached()[0].host, paged.device)
@@ -174,7 +175,10 @@ class Blocks:
             row = reach(places, self.nbytes, device)
             return self._copies.run(row, ids, skip, ids.count - skip, stream, waited=waited)
         unseen = device is not None and ids.host is None and not waited
-        return self._plan(places, ids, skip=skip, stream=stream, on_error=pending_of(device) if unseen else None)
+        done = self._plan(places, ids, skip=skip, stream=stream, on_error=pending_of(device) if unseen else None)
+        if ids.host is None and not captured and done.engine == "kernel":
+            self._by_kernel.keep((ids.count, len(places), skip), True)
+        return done
 
     def _repeat(self, objects: Sequence[Any], ids: Any, skip: int, device: int, stream: int) -> bool:
         """Move as an earlier call did, objects in memory that was asked about; False: all must be looked at."""
@@ -188,19 +192,16 @@ class Blocks:
         kept, there = remembered(state.memory, places, self.nbytes), None if type(ids) is list else ids_on(ids, device)
         if kept is None or kept.table.devices - {device}:
             return False
-        table, most = kept.table, len(places) * self.per_object
-        if there is not None and not table.link:  # one launch, which asks about one allocation itself
-            one, count = kept.used[0], min(there[2], most) - skip
-            bits, refs, memory = table.alignment, (ids, objects), (one.start, one.number)
-            return (
-                count > 0
-                and (len(kept.used) == 1 or kept.holds(d))
-                and self._copies.repeat(stream, places, bits, there, skip, count, memory=memory, refs=refs)
-            )
+        table, used, most = kept.table, kept.used, len(places) * self.per_object
+        if there is not None and (not table.link or (min(there[2], most), len(places), skip) in self._by_kernel):
+            # By one launch, which asks about one allocation itself.
+            count, memory = min(there[2], most) - skip, (used[0].start, used[0].number)
+            known: dict[str, Any] = {"link": table.link, "memory": memory, "refs": (ids, objects)}
+            holds = count > 0 and (len(used) == 1 or kept.holds(d))
+            if holds and self._copies.repeat(stream, table.seen, table.alignment, there, skip, count, **known):
+                return True
         repeated = self._repeated
-        if repeated is None or d.context_device() != device or not kept.holds(d) or pending(state):
-            return False
-        if stream not in LEGACY and d.stream_capturing(stream):
+        if repeated is None or pending(state) or not kept.holds(d):
             return False
         if there is None:
             index, on_error = ids_of("block_ids", ids, device, most), None
@@ -211,8 +212,10 @@ class Blocks:
             index, on_error = IndexVector(None, address, min(count, most), width, device, ids), pending_of(device)
         if index.count <= skip:
             return False
-        repeated.enqueue(state, table, index, skip, stream, on_error, (self._plan, objects))
-        return True
+        engine = repeated.enqueue(state, table, index, skip, stream, on_error, (self._plan, objects))
+        if engine == "kernel" and there is not None:
+            self._by_kernel.keep((index.count, len(places), skip), True)
+        return engine is not None
 
     def move(self, objects: Sequence[Any], block_ids: Any, skip: int) -> None:
         """Move blocks on the caller's stream; pageable objects are filled on return."""

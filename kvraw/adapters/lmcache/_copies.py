@@ -99,7 +99,7 @@ def lmcache_memcpy_async(
         capturing = raise_pending(state, stream)
         enqueue_copy(state, (dest, src, nbytes, host_buffer_offset), alignment, stream)
         if not capturing:
-            state.fence(stream)  # memory that is given back waits for it
+            state.completions.fence(stream)  # memory that is given back waits for it
 
 
 def _ends(dest: Any, src: Any, nbytes: int) -> tuple[int, int, int | None, bool]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvraw.adapters.deferred_errors import discard, pending, pending_of
+from kvraw.adapters.deferred_errors import Sink, discard, pending, pending_of
 from kvraw.arrays import U64, IndexVector
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
@@ -43,6 +43,7 @@ class Copies:
     kernel: bool
     _bound: Memo[tuple[int, ...], IndexedLaunch | None] = field(default_factory=lambda: Memo(64))
     _state: DeviceState | None = None
+    _sink: Sink | None = None
 
     def repeat(
         self,
@@ -90,7 +91,7 @@ class Copies:
             first=first,
             bases=bases,
             memory=memory,
-            on_error=pending_of(state.device),
+            on_error=self._sink,
             refs=refs,
         )
         return done is not None
@@ -100,7 +101,7 @@ class Copies:
         self._bound.clear()
         self._state = None
         if self.paged.device is not None and driver().context_device() == self.paged.device:
-            self._state = device_state(self.paged.device)
+            self._state, self._sink = device_state(self.paged.device), pending_of(self.paged.device)
         return self._state
 
     def _bind(self, key: tuple[int, ...], state: DeviceState) -> IndexedLaunch | None:
@@ -122,6 +123,7 @@ class Copies:
                 link=bool(link),
                 bits=bits,
                 asks=bool(asks),
+                way="store" if self.to_host else "load",
             )
         except BoundsError:  # more base addresses than an argument block holds
             return None
@@ -138,7 +140,7 @@ class Copies:
         """
         paged, to_host, device = self.paged, self.to_host, self.paged.device
         there = self.kernel and device is not None and ids.host is None  # what nothing but a kernel can read
-        on_error: Callable[[Exception], None] | None = None
+        on_error: Sink | None = None
         done, last = None, self.each[-1]
         for copy, part, table in zip(self.each, paged.parts, paged.reached(), strict=True):
             side = row.plus(part.at)
