@@ -209,9 +209,11 @@ def operations() -> Iterator[tuple[str, Callable[[], None]]]:
     fmt = ops.EngineKVFormat.NL_X_TWO_NB_BS_NH_HS
     place = SimpleNamespace(type="cuda", index=0)
     shape = (2, layers, 256, heads * hs)
-    for kind, memory in (("pinned", PINNED), ("device", DEVICE_MEMORY)):
+    # Objects in one registration, each in one of its own (they are 64 GiB apart here), and in device memory.
+    kinds = ("pinned", PINNED, nbytes), ("apart", PINNED, 1 << 36), ("device", DEVICE_MEMORY, nbytes)
+    for kind, memory, step in kinds:
         start = memory.start + (50 << 30)
-        objects = [Tensor(start + k * nbytes, shape) for k in range(count)]
+        objects = [Tensor(start + k * step, shape) for k in range(count)]
         places = [o.address for o in objects]
         rows = Tensor(start, (2, layers, 1024, heads * hs))
         for way in (ops.D2H, ops.H2D):
@@ -227,12 +229,13 @@ def operations() -> Iterator[tuple[str, Callable[[], None]]]:
                         table, given, index, place, way, d, 256, fmt, 0
                     ),
                 )
-            yield (
-                f"slots {kind} {name}",
-                lambda rows=rows, way=way: ops.multi_layer_kv_transfer(
-                    rows, table, slots, place, blocks * bs, way, fmt, bs, hs
-                ),
-            )
+            if kind != "apart":
+                yield (
+                    f"slots {kind} {name}",
+                    lambda rows=rows, way=way: ops.multi_layer_kv_transfer(
+                        rows, table, slots, place, blocks * bs, way, fmt, bs, hs
+                    ),
+                )
     one = Tensor(DEVICE_MEMORY.start + (60 << 30), (2, 1024, heads * hs))
     tokens = Tensor(DEVICE_MEMORY.start + (61 << 30), (2, layers, 1024, heads * hs))
     keys, values = (Tensor(paged[0].address + k * paged[0].nbytes // 2, (blocks, bs, heads, hs)) for k in (0, 1))

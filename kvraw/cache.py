@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, ValuesView
 from typing import Any
 
-import numpy as np
-
 from kvraw.addresses import in_reach, no_address
 from kvraw.arrays import ASK_DRIVER, U64, pointer_vector, tensor_view
 from kvraw.checks import NotPicklable, integer
@@ -17,7 +15,7 @@ from kvraw.layouts.geometry import CacheLayout, Geometry, find_format
 from kvraw.runtime.context import device_if_active, generation, reset_error, resets
 from kvraw.runtime.driver import driver_here
 from kvraw.runtime.host.libc import mapped
-from kvraw.runtime.memory import held_by, locate, locate_all
+from kvraw.runtime.memory import Over, held_by, locate
 
 __all__ = ["PagedCache", "views_of"]
 
@@ -345,12 +343,12 @@ def require_on_device(name: str, addresses: U64, nbytes: int, device: int) -> No
     if not nbytes:
         return
     with device_if_active(device):  # so that what every device may touch counts as this one's
-        found = locate_all(addresses, nbytes)
-    on_host = found.devices < 0
-    if on_host.any():
-        at = int(np.argmax(on_host))
-        kind = "pinned" if found.seen[at] else "pageable"
-        raise PlacementError(
-            f"{name}[{at}] is {int(addresses[at]):#x}, {kind} host memory, must be memory of device {device}"
-        )
-    found.require(device, name)
+        found = [locate(address, nbytes) for address in addresses.tolist()]
+    for at, (address, where) in enumerate(zip(addresses.tolist(), found, strict=True)):
+        if where.device is None:
+            kind = "pinned" if where.device_address else "pageable"
+            raise PlacementError(f"{name}[{at}] is {address:#x}, {kind} host memory, must be memory of device {device}")
+        if where.device != device:
+            raise PlacementError(f"{name}: {address:#x} is memory of device {where.device}, must be of device {device}")
+        if where.over:
+            raise Over(at, address, nbytes, where.over, device).error(f"{name}[{at}]")

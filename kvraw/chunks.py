@@ -12,16 +12,17 @@ import numpy as np
 from kvraw.addresses import in_reach, no_address
 from kvraw.arrays import ASK_DRIVER, U64, is_pointer, require_writable, tensor_view
 from kvraw.cache import require_host
+from kvraw.copying.addresses import AddressTable, resolve
 from kvraw.errors import BoundsError, ClosedError, LayoutError, PlacementError
 from kvraw.runtime.completion import Operation
 from kvraw.runtime.host.pool import ChunkKind, HostChunk, HostPool
 from kvraw.runtime.host.usage import HostUse
-from kvraw.runtime.memory import locate_all
 
 __all__ = ["ChunkTable", "chunk_bytes"]
 
 
 _UINT64 = np.dtype(np.uint64)
+_HINT = " (a HostPool gives pinned chunks)"
 _kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
 
@@ -68,10 +69,6 @@ class ChunkTable:
         The pools that chunks come from.
     owners : list
         What to keep alive.
-    bits : int
-        The alignment of the addresses that a device sees, or-ed together; -1 where it was not looked at.
-    edges : list of int
-        Where registrations that chunks lie in end, whoever made them, once it was looked up: no copy may span one.
     starts : list
         Distinct where the addresses are; those, or live chunks of one pool.
 
@@ -87,11 +84,10 @@ class ChunkTable:
         A chunk that is to be written is read-only.
     """
 
-    __slots__ = ("_foreign", "_versions", "addresses", "bits", "edges", "nbytes", "owners", "pools", "starts")
+    __slots__ = ("_foreign", "_versions", "addresses", "nbytes", "owners", "pools", "starts")
 
     def __init__(self, chunks: Sequence[Any], nbytes: int, written: bool) -> None:
-        self.nbytes, self.bits = nbytes, -1
-        self.edges: list[int] = []
+        self.nbytes = nbytes
         if type(chunks) is not list:
             _require_row(chunks)
         try:
@@ -200,41 +196,35 @@ class ChunkTable:
                     f"chunks[{at}] is memory of device {device}; the {engine} engine takes host memory"
                 )
 
-    def on_device(self, device: int) -> tuple[U64, bool]:
-        """Addresses as this device sees them, and whether host memory is among them. The device's context is current.
-
-        Pools that are not pinned yet are pinned.
+    def on_device(self, device: int) -> AddressTable:
+        """The chunks as this device sees them. Its context is current; pools that are not pinned yet are pinned.
 
         Raises
         ------
         PlacementError
             A chunk is pageable host memory, or another device's.
+        BoundsError
+            One goes over the end of its memory.
         """
         addresses, link = self.addresses, bool(self.pools)
         for pool in self.pools:
             pool.pin(device)
-        if len(self.pools) == 1 and not self._foreign:
-            pool = self.pools[0]
-            shift = pool.device_shift
-            self.bits = pool.ALIGNMENT | (shift & pool.ALIGNMENT - 1)
-            return (addresses + np.uint64(shift % 2**64) if shift else addresses), link
-        addresses = addresses.copy()
-        foreign = dict(self._foreign)
+        if (one := self.one_pool) is not None:
+            shift = one.device_shift
+            bits = one.ALIGNMENT | (shift & one.ALIGNMENT - 1)
+            seen = addresses + np.uint64(shift % 2**64) if shift else addresses
+            return AddressTable(addresses, seen, True, bits=bits)
+        # A tensor that says which device holds it is believed.
+        rest = [at for at, where in self._foreign if where != device]
+        if rest and len(rest) == len(self):
+            table = resolve(addresses, self.nbytes)
+            table.require(device, "chunks", hint=_HINT)
+            return table
+        seen, foreign = addresses.copy(), dict(self._foreign)
         for at, chunk in enumerate(self.owners):
             if at not in foreign:
-                addresses[at] = chunk.address + chunk.pool.device_shift
-        # A tensor that says which device holds it is believed.
-        rest = np.array([at for at, where in foreign.items() if where != device], np.int64)
-        if not len(rest):
-            return addresses, link
-        found = locate_all(addresses[rest], self.nbytes)
-        found.require(device, "chunks")
-        if found.pageable:
-            at = int(rest[np.argmin(found.seen != 0)])
-            raise PlacementError(
-                f"chunks[{at}] at {int(addresses[at]):#x} is pageable host memory; the kernel engine takes pinned, "
-                f"host-registered or device memory (a HostPool gives pinned chunks)"
-            )
-        addresses[rest] = found.seen
-        self.edges += found.edges
-        return addresses, link or found.link
+                seen[at] = chunk.address + chunk.pool.device_shift
+        found = resolve(addresses[rest], self.nbytes)
+        found.require(device, "chunks", rest, hint=_HINT)
+        seen[rest] = found.seen
+        return AddressTable(addresses, seen, link or found.link, found.edges)

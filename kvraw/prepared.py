@@ -12,7 +12,7 @@ from kvraw.arrays import IndexVector, index_vector, pointer_vector
 from kvraw.cache import require_host
 from kvraw.checks import integer
 from kvraw.copying import cpu, reference
-from kvraw.copying.addresses import AddressTable
+from kvraw.copying.addresses import AddressTable, resolve
 from kvraw.copying.bound_copy import BoundCopy
 from kvraw.copying.call import Call
 from kvraw.copying.device_state import DeviceState, device_state
@@ -25,7 +25,6 @@ from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import locate_all
 from kvraw.runtime.stream import stream_handle
 
 __all__ = ["AddressTable", "DeviceTable", "PreparedCopy", "Reached"]
@@ -230,7 +229,7 @@ class PreparedCopy:
             What the bound copy takes.
         """
         (source, target), index = self._take((src, dst), (src_index, dst_index), first, count)
-        source, target = self._on_device([source, target])
+        source, target = (self._resolve(name, end) for name, end in zip(self.names, (source, target), strict=True))
         return Call(source, target, index[0], index[1], first, count)
 
     @property
@@ -332,27 +331,12 @@ class PreparedCopy:
             reference.copy(self.plan, ends[0], ends[1], first, count)
         return Transfer(engine="cpu" if self._cpu is not None else "reference")
 
-    def _on_device(self, bases: list[Any]) -> list[AddressTable | DeviceTable]:
-        """What is not known yet of these tables, asked of the driver: together, for they often share allocations."""
-        plain = [k for k, b in enumerate(bases) if not isinstance(b, (AddressTable, DeviceTable))]
-        if not plain:
+    def _resolve(self, name: str, bases: Any) -> AddressTable | DeviceTable:
+        """A table as the device sees it; the driver is asked where that is not known yet."""
+        if isinstance(bases, (AddressTable, DeviceTable)):
             return bases
-        found = locate_all(bases[plain[0]] if len(plain) == 1 else np.concatenate(bases))
+        table = resolve(bases)
         if self._engine != "copy":
             assert self.device is not None
-            found.require(self.device, " or ".join(self.names[k] for k in plain))
-        out, start = list(bases), 0
-        for k in plain:
-            table = bases[k]
-            part = slice(start, start + len(table))
-            seen, start = found.seen[part], part.stop
-            pageable = not seen.all()
-            if pageable and self._engine != "copy":
-                at = int(np.argmin(seen != 0))
-                raise PlacementError(
-                    f"{self.names[k]}[{at}] at {int(table[at]):#x} is pageable host memory; the kernel takes pinned, "
-                    f"host-registered or device memory"
-                )
-            link = bool((found.devices[part] < 0).any())
-            out[k] = AddressTable(table, seen, link, found.edges if link else (), pageable=pageable)
-        return out
+            table.require(self.device, name)
+        return table

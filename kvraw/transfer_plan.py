@@ -219,7 +219,7 @@ class TransferPlan(NotPicklable):
             handle = stream_handle(stream, self.cache.device)
             if count <= 0:
                 return Transfer((), _NOTHING.engine, plan=self, choice=_NOTHING)
-            return self._enqueue(self._gpu, row, index, skip, count, handle, side, on_error)
+            return self._enqueue(row, index, skip, count, handle, side, on_error)
         engine = self._done.engine
         if index.host is None:
             raise PlacementError(f"{self._ids_name} lie on a device; the {engine} engine takes them on the host")
@@ -260,7 +260,6 @@ class TransferPlan(NotPicklable):
 
     def _enqueue(
         self,
-        gpu: BoundCopy,
         row: ChunkTable,
         index: IndexVector,
         skip: int,
@@ -271,9 +270,11 @@ class TransferPlan(NotPicklable):
     ) -> Transfer:
         device = self.cache.device
         assert device is not None
+        assert self._gpu is not None
+        assert self._repeat is not None
         require_index(self._ids_name, index, device)
         with DeviceScope(device):
-            addresses, link = row.on_device(device)
+            chunks = row.on_device(device)
             state = device_state(device)
             if state is not self._state:
                 self._require_context(state)
@@ -286,11 +287,11 @@ class TransferPlan(NotPicklable):
                     row.mark_used(operation)
                 if own != stream:
                     operation.follow(stream)
-                chunks = AddressTable(row.addresses, addresses, link, tuple(row.edges), bits=row.bits)
-                call = Call.of_chunks(self._table, chunks, self._store, index, skip, count, capturing, on_error)
-                choice = gpu.enqueue(state, operation, call)
-                if operation.recorded and self._repeat is not None and (pool := row.one_pool) is not None:
-                    self._repeat.learn(state, pool, call)
+                if capturing:
+                    call = Call.of_chunks(self._table, chunks, self._store, index, skip, count, True, on_error)
+                    choice = self._gpu.enqueue(state, operation, call)
+                else:
+                    choice = self._repeat.run(state, operation, chunks, index, skip, on_error, row.one_pool)
                 completion = operation.commit((self.cache, row.owners, index.owner))
             except BaseException:
                 operation.abort()

@@ -12,11 +12,11 @@ from kvraw.adapters.deferred_errors import pending, pending_of, raise_deferred
 from kvraw.adapters.sglang_layouts import End, Numbers, PlacedSide, Rows, place_end
 from kvraw.arrays import U64, IndexVector
 from kvraw.copying import pointer_tables
+from kvraw.copying.addresses import resolve
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
 from kvraw.copying.kernel import KernelPlan
 from kvraw.copying.operands import DeviceTable, Operands
-from kvraw.copying.places import find_ranges
 from kvraw.copying.plan import CopyPlan
 from kvraw.errors import BoundsError, PlacementError
 from kvraw.memo import Memo
@@ -105,7 +105,7 @@ def _on_device(name: str, end: End, side: PlacedSide, layers: int, device: int) 
     """The addresses of an end as the device sees them."""
     if end[0] != "table" or isinstance(side.bases, DeviceTable):
         return side.bases
-    found = find_ranges(_host_table(end[2], layers), 1)
+    found = resolve(_host_table(end[2], layers))
     if found.pageable:
         raise PlacementError(f"{name}: an address in its table is pageable host memory")
     apart = found.devices - {device}

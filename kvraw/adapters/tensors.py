@@ -11,7 +11,7 @@ import numpy as np
 
 from kvraw.arrays import I64, U64
 from kvraw.copying.device_state import device_state
-from kvraw.errors import DriverError, LayoutError, PlacementError
+from kvraw.errors import LayoutError, PlacementError
 from kvraw.plain import unusable
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -172,15 +172,12 @@ def mapped_address(name: str, address: int) -> int:
     PlacementError
         It is pageable host memory.
     """
-    try:
-        return driver().host_device_address(address)
-    except DriverError:
-        where = locate(address, 1)
-        if where.device_address:
-            return where.device_address
+    where = locate(address, 1)
+    if not where.device_address:
         raise PlacementError(
             f"{name} at {address:#x} is pageable host memory; the kernel takes pinned, host-registered or device memory"
-        ) from None
+        )
+    return where.device_address
 
 
 Span = tuple[int, int]

@@ -19,12 +19,11 @@ from kvraw.addresses import require_addresses
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.batch import memcpy_batch
 from kvraw.checks import integer
-from kvraw.copying.addresses import AddressTable
+from kvraw.copying.addresses import AddressTable, resolve
 from kvraw.copying.call import Call
 from kvraw.copying.copy_engine import Descriptors, holder
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.given import extremes, join, page_starts
-from kvraw.copying.places import Ranges, find_ranges
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.copying.submission import submit
 from kvraw.errors import BoundsError, DriverError, LayoutError, PlacementError
@@ -78,11 +77,11 @@ class _Swap:
         """Enqueue it, unless the copy engine is to."""
         known, now, count = self._tables, self._copies.look(state), len(at)
         if known is None or known[2] is not now:
-            found = [find_ranges(places, reaches) for places, reaches in self._places]
+            found = [resolve(places, reaches, ends=True) for places, reaches in self._places]
             for name, one in zip(("src", "dst"), found, strict=True):
                 if one.over is not None:
                     raise one.over.error(name)
-            known = _table(self._places[0][0], found[0]), _table(self._places[1][0], found[1]), now
+            known = found[0], found[1], now
             self._tables = known
         src, dst, _ = known
         if src.pageable or dst.pageable:
@@ -90,10 +89,6 @@ class _Swap:
         a, b = IndexVector(at, 0, count), IndexVector(to, 0, count)
         call = Call(src, dst, a, b, 0, count, state.owner.stream_capturing(stream), checked=True)
         return _submit(self._prepared, state, stream, call, refs)
-
-
-def _table(addresses: U64, found: Ranges) -> AddressTable:
-    return AddressTable(addresses, found.seen, found.link, found.edges, found.pageable)
 
 
 def _submit(copy: PreparedCopy, state: DeviceState, stream: int, call: Call, refs: object = None) -> bool:
@@ -211,7 +206,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         if not len(nbytes):
             return
     reach = largest if least == largest else nbytes
-    found = find_ranges(source, reach), find_ranges(target, reach)
+    found = resolve(source, reach, ends=True), resolve(target, reach, ends=True)
     for name, one in zip(("src_ptrs", "dst_ptrs"), found, strict=True):
         if one.over is not None:
             at = int(np.flatnonzero(given.sizes)[one.over.at])
@@ -261,7 +256,7 @@ def _check_addresses(given: Descriptors) -> None:
 def _by_kernel(
     state: DeviceState,
     given: tuple[U64, U64],
-    found: tuple[Ranges, Ranges],
+    found: tuple[AddressTable, AddressTable],
     nbytes: U64,
     kinds: list[int],
     stream: int,

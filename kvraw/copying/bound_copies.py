@@ -9,6 +9,7 @@ import numpy as np
 
 from kvraw.arrays import I64, U64, IndexVector
 from kvraw.copying import copy_engine, submission
+from kvraw.copying.addresses import ends_around
 from kvraw.copying.copy_engine import DescriptorPlan, Descriptors
 from kvraw.copying.device_state import DeviceState
 from kvraw.copying.operands import Operands
@@ -18,20 +19,11 @@ from kvraw.errors import DriverError
 from kvraw.runtime import fork
 from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope, note_error
-from kvraw.runtime.driver import CudaDriver, driver_or_none
+from kvraw.runtime.driver import CudaDriver
 from kvraw.runtime.host.registration import cut_list, cuts_with
 from kvraw.runtime.memory import locate
 
-__all__ = ["BoundCopies", "HostRanges", "ends_around"]
-
-
-def ends_around(address: int, nbytes: int) -> list[int]:
-    """Where pinned memory begins and ends in a range that counts as pageable, but for islands inside it."""
-    call = driver_or_none()
-    if call is None:
-        return []
-    found = [call.pointer_info(at) for at in (address, address + nbytes - 1)]
-    return [edge for info in found if info is not None for edge in (info.base, info.base + info.size)]
+__all__ = ["BoundCopies", "HostRanges"]
 
 
 class HostRanges:
@@ -88,7 +80,7 @@ class HostRanges:
             if address + nbytes <= stop:  # one question for all that begin in an allocation
                 continue
             where = locate(address, nbytes)
-            edges += where.edges if where.device_address else ends_around(address, nbytes)
+            edges += where.edges if where.device_address else ends_around(d, address, nbytes)
             self.pageable = self.pageable or not where.device_address
             stop = where.edges[-1] if where.edges else 0
             starts = [address, *(e for e in where.edges if e < address + nbytes)]

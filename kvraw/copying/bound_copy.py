@@ -39,7 +39,6 @@ class BoundRows(NamedTuple):
     ring: StagingRing
     checker: IdChecker
     bits: int
-    edges: tuple[int, ...]
 
 
 class BoundCopy:
@@ -215,7 +214,7 @@ class BoundCopy:
             return None
         staged, ring = self._rows_of(state, call)
         checker = id_checker(state, self._id_checks[0 if staged.store else 1])
-        return BoundRows(staged, ring, checker, chunks.alignment, call.edges)
+        return BoundRows(staged, ring, checker, chunks.alignment)
 
     def run_rows(
         self,
@@ -227,10 +226,12 @@ class BoundCopy:
         places: U64,
         there: IndexVector | None = None,
         on_error: Callable[[Exception], None] | None = None,
+        edges: tuple[int, ...] = (),
     ) -> bool:
         """Enqueue whole chunks through staging slots, unless a capture is in progress or the context is another's.
 
-        `seen` and `places` are the chunks' addresses as the device and as the host see them, `there` ids on the device.
+        `seen` and `places` are the chunks' addresses as the device and as the host see them, `there` ids on the device;
+        no copy spans one of `edges`.
 
         Raises
         ------
@@ -242,7 +243,7 @@ class BoundCopy:
             index = IndexVector(ids, 0, len(ids))
             rows.checker(ids)
         row = places, seen, rows.bits
-        return rows.staged.enqueue(state, rows.ring, operation, index, row, 0, len(places), rows.edges, on_error)
+        return rows.staged.enqueue(state, rows.ring, operation, index, row, 0, len(places), edges, on_error)
 
     @staticmethod
     def _key(call: Call) -> tuple[object, ...]:

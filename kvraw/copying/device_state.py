@@ -20,7 +20,7 @@ from kvraw.runtime.completion import CompletionQueue
 from kvraw.runtime.context import DeviceScope, generation, reset_error, tie
 from kvraw.runtime.driver import CudaDriver, driver
 from kvraw.runtime.host.registration import cut_list
-from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer
+from kvraw.runtime.memory import DeviceBuffer, PinnedBuffer, known_memory
 from kvraw.runtime.stream import Stream
 
 __all__ = ["DeviceState", "Upload", "device_state", "drain"]
@@ -72,6 +72,7 @@ class DeviceState:
         self.generation = generation(device)
         self.was_reset = False  # the context was reset
         self.cuts = cut_list(d)
+        self.memory = known_memory(d)
         tie(self)
 
     def context_lost(self) -> None:

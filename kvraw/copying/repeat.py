@@ -3,7 +3,7 @@
 A call is repeated when its ids are a vector on the host and its chunks are live chunks of one pinned pool, as many of
 both as in a call before. It then takes the ids, the chunks' addresses, the stream and an event, and runs the bound
 program, which also checks the ids, the context and that no capture is in progress. Whatever is different goes the
-plan's general way.
+plan's general way, which runs the same programs for chunks that it has resolved, wherever they are pinned.
 """
 
 from __future__ import annotations
@@ -33,20 +33,27 @@ from kvraw.runtime.stream import LEGACY, Stream, stream_handle
 __all__ = ["RepeatedCalls"]
 
 _MOST = 64  # kinds of calls that are kept
-_UNKNOWN = (None, None)
 _NO_IDS: I64 = np.zeros(0, np.int64)
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _kind_of, _address_of = attrgetter("kind"), attrgetter("address")
 
 
-class _Kind(NamedTuple):
-    """What is known of calls with so many ids and chunks."""
+class _Bound(NamedTuple):
+    """The program of calls of a kind."""
 
     state: DeviceState
-    pool: weakref.ref[HostPool]
-    shift: int
     choice: Choice
     bound: BoundCall | BoundRows  # by the kernel, or staged
+
+
+class _Kind(NamedTuple):
+    """What is known of calls with so many ids and chunks of a pool."""
+
+    state: DeviceState
+    choice: Choice
+    bound: BoundCall | BoundRows
+    pool: weakref.ref[HostPool]
+    shift: int
 
 
 class RepeatedCalls:
@@ -73,29 +80,26 @@ class RepeatedCalls:
     ) -> None:
         self._gpu, self._device, self._cache, self._nbytes = gpu, device, cache, nbytes
         self._store, self._distinct = store, distinct
-        self._kinds: Memo[tuple[int, int, bool, int], _Kind] = Memo(_MOST)
-        # Of calls by address: by the numbers of ids, chunks and items left out, the width of ids, the alignment, and
-        # the items that follow each other, where the engine depends on that.
-        self._placed: Memo[tuple[object, ...], tuple[DeviceState | None, BoundCall | BoundRows | None]] = Memo(_MOST)
-        # Ids, chunks and link of calls whose engine depends on joined ids.
-        self._joins: Memo[tuple[int, int, bool], bool] = Memo(_MOST)
+        self._kinds: Memo[tuple[int, ...], _Kind] = Memo(_MOST)
+        # By the numbers of ids and chunks, whether these are host memory, the items left out, the width of ids and the
+        # alignment; and by joined ids, where the engine depends on these.
+        self._bound: Memo[tuple[int, ...], _Bound] = Memo(_MOST)
+        # What begins the keys of calls whose engine depends on joined ids.
+        self._joins: Memo[tuple[int, ...], bool] = Memo(_MOST)
 
     def enqueue(
         self,
         state: DeviceState,
-        addresses: tuple[U64, U64],
+        chunks: AddressTable,
         index: IndexVector,
         skip: int,
         stream: int,
         on_error: Callable[[Exception], None] | None = None,
         refs: object = None,
-        *,
-        link: bool = True,
     ) -> str | None:
-        """Enqueue a call for chunks in one registration, at these addresses as the host and as the device see them.
+        """Enqueue a call for chunks that were resolved, as an operation of its own; `refs` are kept until it is over.
 
-        Without `link`, they lie in the device's memory. Ids lie on the host or where kernels reach them, and there are
-        as many chunks as they need. `refs` are kept until the copy is over.
+        Ids lie on the host or where kernels reach them, and there are as many chunks as they need.
 
         Returns
         -------
@@ -105,76 +109,114 @@ class RepeatedCalls:
         """
         if not state.completions.events and not self._free(state, stream):
             return None  # ahead of all: an event would be made in the current context
-        host, seen = addresses
-        count, width = index.count - skip, 0 if index.host is not None else index.width
-        size, bits = (count, len(host), link), int(np.bitwise_or.reduce(seen)) & 15
-        joined = 0
-        if size in self._joins and index.host is not None:
-            joined = joined_items(count, index.host[skip:] if skip else index.host)
-        known, bound = self._placed.get((size, skip, width, bits, joined), _UNKNOWN)
-        if known is not state:  # or of a context that was reset
-            bound = None
         operation, engine = state.completions.begin(stream), ""
         try:
-            ids = _NO_IDS if index.host is None else index.host
-            if type(bound) is BoundCall:
-                done = bound.run(operation, ids, seen)
-            elif type(bound) is BoundRows:
-                there = index if width else None
-                done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error)
-            else:
-                done = False
-            if not done:
+            key, choice = self._again(state, operation, chunks, index, skip, on_error)
+            if choice is None:
                 if not self._free(state, stream):  # a program looks at that itself
                     operation.abort()
                     return None
-                chunks = AddressTable(host, seen, link, bits=bits)
-                call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
-                engine = self._gpu.enqueue(state, operation, call).engine
-                settled = self._settled(call, index, size) if operation.recorded else None
-                if settled is not None:
-                    key = (size, skip, width, bits, settled[1])
-                    self._placed.keep(key, (state, self._program(state, call, settled[0])))
+                engine = self._anew(key, state, operation, chunks, index, skip, on_error).engine
             operation.commit((index.owner, refs))
             return engine
         except BaseException:
             operation.abort()
             raise
 
+    def run(
+        self,
+        state: DeviceState,
+        operation: Operation,
+        chunks: AddressTable,
+        index: IndexVector,
+        skip: int,
+        on_error: Callable[[Exception], None] | None = None,
+        pool: HostPool | None = None,
+    ) -> Choice:
+        """Enqueue a call for chunks that were resolved; what is found out is kept for others, of the `pool` as well.
+
+        The device's context is current, no capture is in progress, ids lie on the host or where kernels reach them, and
+        there are as many chunks as they need.
+        """
+        key, choice = self._again(state, operation, chunks, index, skip, on_error)
+        return choice or self._anew(key, state, operation, chunks, index, skip, on_error, pool)
+
+    def _again(
+        self,
+        state: DeviceState,
+        operation: Operation,
+        chunks: AddressTable,
+        index: IndexVector,
+        skip: int,
+        on_error: Callable[[Exception], None] | None,
+    ) -> tuple[tuple[int, ...], Choice | None]:
+        """Enqueue a call by the program for its kind; the kind, and None where nothing was enqueued."""
+        host, seen, ids = chunks.host, chunks.seen, index.host
+        count, width, joined = index.count - skip, 0, 0
+        size = count, len(host), chunks.link
+        if ids is None:
+            width, ids = index.width, _NO_IDS
+        elif size in self._joins:
+            joined = joined_items(count, ids[skip:])
+        bits = chunks.bits if chunks.bits >= 0 else chunks.alignment
+        key = (*size, skip, width, bits, joined)
+        known = self._bound.get(key)
+        if known is not None and known.state is state:  # not of a context that was reset
+            bound = known.bound
+            if isinstance(bound, BoundCall):
+                done = bound.run(operation, ids, seen)
+            else:
+                there = index if width else None
+                done = self._gpu.run_rows(state, operation, bound, ids, seen, host, there, on_error, chunks.edges)
+            if done:
+                return key, known.choice
+        return key, None
+
+    def _anew(
+        self,
+        key: tuple[int, ...],
+        state: DeviceState,
+        operation: Operation,
+        chunks: AddressTable,
+        index: IndexVector,
+        skip: int,
+        on_error: Callable[[Exception], None] | None,
+        pool: HostPool | None = None,
+    ) -> Choice:
+        count = index.count - skip
+        call = Call.of_chunks(self._cache, chunks, self._store, index, skip, count, on_error=on_error)
+        choice = self._gpu.enqueue(state, operation, call)
+        if operation.recorded:
+            self._keep(key, state, call, pool)
+        return choice
+
+    def _keep(self, key: tuple[int, ...], state: DeviceState, call: Call, pool: HostPool | None) -> None:
+        """Keep the program that ran a call, for those of its kind."""
+        index = call.src_index or call.dst_index
+        assert index is not None
+        choice, joined, size = self._gpu.chooser.settled_choice(call), 0, key[:3]
+        if choice is None:
+            if index.host is None:
+                return
+            joined = joined_items(call.count, index.host[call.first :])
+            choice = self._gpu.chooser.settled_choice(call, joined)
+            if choice is None:
+                return
+            self._joins.keep(size, True)
+        src, dst = (None if i is None else IndexVector(None, 0, i.count) for i in call.indices)
+        call = Call(call.src, call.dst, src, dst, call.first, call.count)  # keeps nothing alive
+        bound = self._gpu.bound(state, call, choice.engine)
+        if bound is None:
+            return
+        self._bound.keep((*key[:-1], joined), _Bound(state, choice, bound))
+        if pool is not None and index.host is not None and not call.first:
+            kind = _Kind(state, choice, bound, weakref.ref(pool), pool.device_shift)
+            self._kinds.keep((*size[:2], joined), kind)
+
     def _free(self, state: DeviceState, stream: int) -> bool:
         """Whether the device's context is current, and no capture in progress on a stream."""
         d = state.owner
         return d.context_device() == self._device and not (stream not in LEGACY and d.stream_capturing(stream))
-
-    def _settled(self, call: Call, index: IndexVector, size: tuple[int, int, bool]) -> tuple[Choice, int] | None:
-        """The engine of calls like one that was enqueued, and the joined items of those that it holds for (0: all)."""
-        choice = self._gpu.chooser.settled_choice(call)
-        if choice is not None or index.host is None:
-            return None if choice is None else (choice, 0)
-        joined = joined_items(call.count, index.host[call.first : call.end])
-        choice = self._gpu.chooser.settled_choice(call, joined)
-        if choice is None:
-            return None
-        self._joins.keep(size, True)
-        return choice, joined
-
-    def _program(self, state: DeviceState, call: Call, choice: Choice) -> BoundCall | BoundRows | None:
-        """The program of calls like one that was enqueued, which keeps nothing of it alive."""
-        call = _without_owners(call)
-        return self._gpu.bound(state, call, choice.engine)
-
-    def learn(self, state: DeviceState, pool: HostPool, call: Call) -> None:
-        """Keep what a call that was enqueued by its bound program found out, for those of its kind."""
-        index, chunks = (call.src_index, call.dst) if call.dst_index is None else (call.dst_index, call.src)
-        if call.first or index is None or index.host is None or not isinstance(chunks, AddressTable):
-            return
-        size = call.count, len(chunks), True
-        settled = self._settled(call, index, size)
-        bound = None if settled is None else self._program(state, call, settled[0])
-        if settled is None or bound is None:
-            return
-        key = (*size, settled[1])
-        self._kinds.keep(key, _Kind(state, weakref.ref(pool), pool.device_shift, settled[0], bound))
 
     def __call__(self, chunks: Sequence[Any], ids: Any, stream: Any, cache: object) -> tuple[Completion, Choice] | None:
         """Enqueue a call and keep what it uses; None where it must go the general way.
@@ -193,8 +235,8 @@ class RepeatedCalls:
         except (AttributeError, IndexError):
             return None
         kind, count = kinds[0], len(kinds)
-        size = len(ids), count, True
-        known = self._kinds.get((*size, joined_items(len(ids), ids) if size in self._joins else 0))
+        size = len(ids), count
+        known = self._kinds.get((*size, joined_items(len(ids), ids) if (*size, True) in self._joins else 0))
         if (
             known is None
             or known.pool() is not pool
@@ -240,9 +282,3 @@ class RepeatedCalls:
         if isinstance(bound, BoundCall):
             return bound.run(operation, ids, seen)
         return self._gpu.run_rows(known.state, operation, bound, ids, seen, addresses)
-
-
-def _without_owners(call: Call) -> Call:
-    """A call of the same kind that keeps nothing alive."""
-    src, dst = (None if i is None else IndexVector(None, 0, i.count) for i in call.indices)
-    return Call(call.src, call.dst, src, dst, call.first, call.count)

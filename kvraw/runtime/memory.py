@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvraw.errors import BoundsError, DriverError, PlacementError
+from kvraw.errors import BoundsError, DriverError
+from kvraw.runtime import fork
 from kvraw.runtime.closeable import Owner
 from kvraw.runtime.context import DeviceScope, FreshScope, active_device, at_reset
 from kvraw.runtime.driver import CudaDriver, driver, driver_here
 from kvraw.runtime.host.registration import Registration as Registration
+from kvraw.runtime.program import Commands, Program
 
 __all__ = [
-    "DeviceBuffer",
-    "Located",
-    "Over",
-    "PinnedBuffer",
-    "Registration",
-    "Where",
-    "held_at",
-    "held_by",
-    "locate",
-    "locate_all",
-    "pinned_at",
+    *("Allocation", "DeviceBuffer", "KnownMemory", "Over", "PinnedBuffer", "Registration", "Where"),
+    *("allocation", "held_at", "held_by", "known_memory", "locate", "look", "pinned_at"),
 ]
+
+U64 = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,125 +49,6 @@ class Where:
     over: int = 0
 
 
-PAGEABLE = Where(None, 0)
-
-
-class _Allocation(NamedTuple):
-    """An allocation or a registration: its addresses, what to add for a GPU's view, and the device that holds it."""
-
-    start: int
-    stop: int
-    shift: int
-    device: int | None
-
-
-_MOST_KNOWN = 4096
-_known: weakref.WeakKeyDictionary[CudaDriver, dict[int, _Allocation]] = weakref.WeakKeyDictionary()
-at_reset(_known.clear)
-
-
-def _allocation(d: CudaDriver, address: int) -> _Allocation | None:
-    """The allocation around an address; None for pageable memory.
-
-    The number that the driver gives each allocation, and never again, costs a fifth of asking for all about it: what
-    was asked about pinned memory before is taken as it was found while the number is the same.
-    """
-    known = _known.get(d)
-    if known is None:
-        known = _known.setdefault(d, {})
-    number = d.pointer_number(address)
-    found = known.get(number) if number else None
-    if found is not None and found.start <= address < found.stop:
-        return found
-    # Without a current context the driver does not tell where a GPU sees memory that is pinned.
-    other = active_device() if d.context_device() < 0 else None
-    if other is None:
-        info = d.pointer_info(address)
-    else:
-        with DeviceScope(other):
-            info = d.pointer_info(address)
-    if info is None or (info.kind == "host" and not info.device_address):
-        return None
-    device = None if info.kind == "host" else info.device
-    if info.kind == "managed":  # every device may touch it
-        current = d.context_device()
-        device = current if current >= 0 else info.device if other is None else other
-    shift = info.device_address - address if device is None else 0
-    found = _Allocation(info.base, info.base + info.size, shift, device)
-    if number and device is None:
-        if len(known) >= _MOST_KNOWN:
-            known.clear()
-        known[number] = found
-    return found
-
-
-def _look(address: int, nbytes: int) -> tuple[Where, range]:
-    """Where a range lies, and the allocation that it begins in."""
-    d = driver_here()
-    found = _allocation(d, address) if d is not None else None
-    if d is None or found is None:
-        return PAGEABLE, range(0)
-    inside = range(found.start, found.stop)
-    end, reach = address + max(nbytes, 1), found.stop
-    edges = [reach]
-    if found.device is not None:
-        while reach < end and d.pointer_in_pieces(reach - 1):
-            following = _allocation(d, reach)
-            if following is None or following.device != found.device or not d.pointer_in_pieces(reach):
-                break
-            reach = following.stop
-            edges.append(reach)
-        return Where(found.device, address, tuple(edges), reach if reach < end else 0), inside
-    # A range over several registrations is one range for a kernel when they are neighbours at one distance.
-    while reach < end:
-        following = _allocation(d, reach)
-        if following is None or following.device is not None or following.shift != found.shift:
-            return PAGEABLE, range(0)
-        reach = following.stop
-        edges.append(reach)
-    return Where(None, address + found.shift, tuple(edges)), inside
-
-
-def locate(address: int, nbytes: int) -> Where:
-    """Ask the driver where a range lies; a range that is only partly pinned counts as pageable."""
-    return _look(address, nbytes)[0]
-
-
-def held_at(address: int, device: int) -> tuple[int, int, int]:
-    """Begin and end of the memory of a device around an address, and its number; all 0 where it is none.
-
-    The device's context is current.
-    """
-    d = driver()
-    found = _allocation(d, address)
-    return (
-        (0, 0, 0) if found is None or found.device != device else (found.start, found.stop, d.pointer_number(address))
-    )
-
-
-def pinned_at(address: int) -> tuple[int, int, int, int]:
-    """Begin and end of the pinned memory around an address, what a GPU's view adds, and its number.
-
-    All 0 where it is no pinned memory, or has no number. A device's context is current.
-    """
-    d = driver()
-    found = _allocation(d, address)
-    number = d.pointer_number(address)
-    return (0, 0, 0, 0) if found is None or found.device is not None else (found.start, found.stop, found.shift, number)
-
-
-def held_by(address: int) -> int | None:
-    """The device that holds an address, as far as the driver answers; None for host memory.
-
-    An earlier error, which a driver in that state gives as every call's answer, is not the business of whoever has
-    nothing to do with GPUs.
-    """
-    try:
-        return _look(address, 1)[0].device
-    except DriverError:
-        return None
-
-
 class Over(NamedTuple):
     """A range that goes over the end of device memory: its place among those looked up, and where the memory ends."""
 
@@ -188,114 +66,223 @@ class Over(NamedTuple):
         )
 
 
-class Located(NamedTuple):
-    """Where ranges lie.
+PAGEABLE = Where(None, 0)
+
+
+class Allocation(NamedTuple):
+    """An allocation or a registration: its addresses, and what is known of it.
 
     Attributes
     ----------
-    seen : numpy.ndarray of uint64
-        Their addresses as a GPU sees them; 0 where a range is pageable.
-    devices : numpy.ndarray of int64
-        The device that holds each; -1 for host memory.
-    edges : tuple of int
-        Where allocations and registrations that the ranges lie in end, whoever made them: no copy may span one.
-    over : Over or None
-        The first range that goes over the end of device memory.
+    start, stop : int
+        Its addresses.
+    shift : int
+        What to add to an address for a GPU's view.
+    device : int or None
+        The device that holds it; None for pinned host memory.
+    number : int
+        The driver's number of it, which no other ever gets; 0: nothing says cheaply when it is gone.
     """
 
-    seen: npt.NDArray[np.uint64]
-    devices: npt.NDArray[np.int64]
-    edges: tuple[int, ...] = ()
-    over: Over | None = None
-
-    @property
-    def pageable(self) -> bool:
-        """Whether pageable memory is among them."""
-        return not self.seen.all()
-
-    @property
-    def link(self) -> bool:
-        """Whether host memory is among them."""
-        return bool((self.devices < 0).any())
-
-    def require(self, device: int, name: str) -> None:
-        """Raise where a kernel that touches them faults.
-
-        Raises
-        ------
-        PlacementError
-            Another device holds one.
-        BoundsError
-            One goes over the end of its memory.
-        """
-        apart = (self.devices >= 0) & (self.devices != device)
-        if apart.any():
-            at = int(np.argmax(apart))
-            raise PlacementError(
-                f"{name}: {int(self.seen[at]):#x} is memory of device {self.devices[at]}, must be of device {device} "
-                f"or the host's"
-            )
-        if self.over is not None:
-            raise self.over.error(f"{name}[{self.over.at}]")
+    start: int
+    stop: int
+    shift: int
+    device: int | None
+    number: int
 
 
-_ONE_BY_ONE = 64
+_MOST_KNOWN, _MOST_PROGRAMS = 4096, 64
 
 
-def _locate_few(addresses: list[int], nbytes: int) -> Located:
-    """`locate_all` for so few that a loop over them costs less than vectors do."""
-    seen, devices = [0] * len(addresses), [-1] * len(addresses)
-    edges: list[int] = []
-    inside, shift, device = range(0), 0, -1
-    over: Over | None = None
-    for at, address in enumerate(addresses):
-        if address not in inside or address + nbytes > inside.stop:
-            where, inside = _look(address, nbytes)
-            if not where.device_address:
-                break
-            edges += where.edges
-            shift, device = where.device_address - address, -1 if where.device is None else where.device
-            if where.over and over is None:
-                over = Over(at, address, nbytes, where.over, device)
-        seen[at], devices[at] = address + shift, device
-    return Located(np.array(seen, np.uint64), np.array(devices, np.int64), tuple(edges), over)
+class KnownMemory:
+    """Allocations of one driver that were asked about, disjoint, by ascending addresses.
 
+    Any may have been freed since: each is as it was while its first address has the number that it had. To ask for the
+    number costs a fifth of asking for all about it.
 
-def locate_all(addresses: npt.NDArray[np.uint64], nbytes: int = 1) -> Located:
-    """`locate` for many ranges of one size, with one question to the driver per allocation.
-
-    Behind the first pageable range others may count as pageable too: nothing tells where pageable memory ends.
+    Attributes
+    ----------
+    table : tuple of list
+        Where the allocations begin, and the allocations: replaced as a whole, to be read without a lock.
+    tables : dict
+        What `kvraw.copying.addresses` keeps of ranges that lie in them.
     """
-    if len(addresses) <= _ONE_BY_ONE:
-        return _locate_few(addresses.tolist(), nbytes)
-    seen, devices = np.zeros_like(addresses), np.full(len(addresses), -1, np.int64)
-    edges: list[int] = []
-    over: Over | None = None
-    left = np.arange(len(addresses))
-    while len(left):
-        first = int(addresses[left[0]])
-        where, allocation = _look(first, 1)
-        if not where.device_address:
-            break
-        at = addresses[left]
-        if first not in allocation:
-            allocation = range(first, first + 1)
-        end = np.uint64(allocation.stop)
-        inside = (at >= np.uint64(allocation.start)) & (at < end)
-        mine, at = left[inside], at[inside]
-        seen[mine] = at + np.uint64((where.device_address - first) % 2**64)
-        edges += where.edges
-        if where.device is not None:
-            devices[mine] = where.device
-        for k in mine[at + np.uint64(nbytes) > end]:  # over the end: of a registration, and another may follow
-            whole = locate(int(addresses[k]), nbytes)
-            seen[k] = whole.device_address
-            edges += whole.edges
-            if whole.over and whole.device is not None:
-                over = Over(int(k), int(addresses[k]), nbytes, whole.over, whole.device)
+
+    def __init__(self) -> None:
+        self.lock = fork.lock()
+        self.table: tuple[list[int], list[Allocation]] = ([], [])
+        self.tables: dict[tuple[int, ...], Any] = {}
+        self._vectors: tuple[object, U64, U64] | None = None
+        self._programs: dict[tuple[int, ...], Program | None] = {}
+
+    def keep(self, made: Allocation) -> None:
+        """Add an allocation, in place of all that lie where it does."""
+        with self.lock:
+            apart = [a for a in self.table[1] if a.stop <= made.start or made.stop <= a.start]
+            self._publish([*(apart if len(apart) < _MOST_KNOWN else ()), made])
+
+    def drop(self, gone: Iterable[Allocation]) -> None:
+        """Forget allocations."""
+        with self.lock:
+            numbers = {a.number for a in gone}
+            self._publish([a for a in self.table[1] if a.number not in numbers])
+            self.tables.clear()
+            self._programs.clear()
+
+    def _publish(self, known: list[Allocation]) -> None:
+        known.sort()
+        self.table = [a.start for a in known], known
+
+    def around(self, d: CudaDriver, address: int) -> Allocation | None:
+        """The allocation around an address, if it is still there."""
+        starts, known = self.table
+        found = known[bisect_right(starts, address) - 1] if starts else None
+        if found is None or not found.start <= address < found.stop:
+            return None
+        if self.same(d, [found]):
+            return found
+        self.drop([found])
+        return None
+
+    def vectors(self) -> tuple[list[Allocation], U64, U64]:
+        """The allocations, and where they begin and end."""
+        starts, known = table = self.table
+        made = self._vectors
+        if made is None or made[0] is not table:
+            made = table, np.array(starts, np.uint64), np.array([a.stop for a in known], np.uint64)
+            self._vectors = made
+        return known, made[1], made[2]
+
+    @staticmethod
+    def same(d: CudaDriver, used: Collection[Allocation]) -> bool:
+        """Whether all of these are still there."""
+        return [d.pointer_number(a.start) for a in used] == [a.number for a in used]
+
+    def program(self, d: CudaDriver, used: Collection[Allocation]) -> Program | None:
+        """The same as a program, to be run under the lock; None at the first time."""
+        key = tuple([a.number for a in used])
+        with self.lock:
+            program = self._programs.get(key)
+            if program is None:
+                again = key in self._programs
+                if len(self._programs) >= _MOST_PROGRAMS:
+                    self._programs.clear()
+                if again:
+                    c = Commands()
+                    for a in used:
+                        c.same_memory(a.start, a.number)
+                    program = Program(c, d)
+                self._programs[key] = program
+        return program
+
+
+_known: weakref.WeakKeyDictionary[CudaDriver, KnownMemory] = weakref.WeakKeyDictionary()
+
+
+def _forget() -> None:
+    for known in list(_known.values()):
+        known.drop(known.table[1])
+
+
+at_reset(_forget)
+
+
+def known_memory(d: CudaDriver) -> KnownMemory:
+    """What was asked about of a driver's memory."""
+    found = _known.get(d)
+    return _known.setdefault(d, KnownMemory()) if found is None else found
+
+
+def allocation(d: CudaDriver, address: int) -> Allocation | None:
+    """The allocation around an address; None for pageable memory."""
+    known = known_memory(d)
+    found = known.around(d, address)
+    if found is not None:
+        return found
+    # Without a current context the driver does not tell where a GPU sees memory that is pinned.
+    other = active_device() if d.context_device() < 0 else None
+    if other is None:
+        info = d.pointer_info(address)
+    else:
+        with DeviceScope(other):
+            info = d.pointer_info(address)
+    if info is None or (info.kind == "host" and not info.device_address):
+        return None
+    device, number = None if info.kind == "host" else info.device, d.pointer_number(address)
+    if info.kind == "managed":  # every device may touch it
+        current = d.context_device()
+        device, number = current if current >= 0 else info.device if other is None else other, 0
+    shift = info.device_address - address if device is None else 0
+    if number and d.pointer_number(info.base) != number:
+        number = 0
+    found = Allocation(info.base, info.base + info.size, shift, device, number)
+    if number:
+        known.keep(found)
+    return found
+
+
+def look(address: int, nbytes: int) -> tuple[Where, range]:
+    """Where a range lies, and the allocation that it begins in."""
+    d = driver_here()
+    found = allocation(d, address) if d is not None else None
+    if d is None or found is None:
+        return PAGEABLE, range(0)
+    inside = range(found.start, found.stop)
+    end, reach = address + max(nbytes, 1), found.stop
+    edges = [reach]
+    if found.device is not None:
+        while reach < end and d.pointer_in_pieces(reach - 1):
+            following = allocation(d, reach)
+            if following is None or following.device != found.device or not d.pointer_in_pieces(reach):
                 break
-        left = left[~inside]
-    return Located(seen, devices, tuple(edges), over)
+            reach = following.stop
+            edges.append(reach)
+        return Where(found.device, address, tuple(edges), reach if reach < end else 0), inside
+    # A range over several registrations is one range for a kernel when they are neighbours at one distance.
+    while reach < end:
+        following = allocation(d, reach)
+        if following is None or following.device is not None or following.shift != found.shift:
+            return PAGEABLE, range(0)
+        reach = following.stop
+        edges.append(reach)
+    return Where(None, address + found.shift, tuple(edges)), inside
+
+
+def locate(address: int, nbytes: int) -> Where:
+    """Ask the driver where a range lies; a range that is only partly pinned counts as pageable."""
+    return look(address, nbytes)[0]
+
+
+def held_at(address: int, device: int) -> tuple[int, int, int]:
+    """Begin and end of the memory of a device around an address, and its number; all 0 where it is none.
+
+    The device's context is current.
+    """
+    found = allocation(driver(), address)
+    return (0, 0, 0) if found is None or found.device != device else (found.start, found.stop, found.number)
+
+
+def pinned_at(address: int) -> tuple[int, int, int, int]:
+    """Begin and end of the pinned memory around an address, what a GPU's view adds, and its number.
+
+    All 0 where it is no pinned memory. A device's context is current.
+    """
+    found = allocation(driver(), address)
+    if found is None or found.device is not None:
+        return 0, 0, 0, 0
+    return found.start, found.stop, found.shift, found.number
+
+
+def held_by(address: int) -> int | None:
+    """The device that holds an address, as far as the driver answers; None for host memory.
+
+    An earlier error, which a driver in that state gives as every call's answer, is not the business of whoever has
+    nothing to do with GPUs.
+    """
+    try:
+        return look(address, 1)[0].device
+    except DriverError:
+        return None
 
 
 class DeviceBuffer(Owner):

@@ -10,10 +10,10 @@ import pytest
 import kvraw
 import kvraw.adapters.lmcache as ops
 from kvraw.adapters import deferred_errors
-from kvraw.adapters.lmcache import _blocks, _memo, _paged
+from kvraw.adapters.lmcache import _memo
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from tests.adapters.test_lmcache_blocks import TOKENS, World, call
+from tests.adapters.test_lmcache_blocks import World, call
 from tests.helpers.memory import Laid, Tensor, numbers
 
 
@@ -60,23 +60,6 @@ def test_tensors_are_known_by_all_that_they_say(at: int, change: str) -> None:
     assert [_memo.cached_by_tensors(group, ("test",), make) for _ in range(2)] == [1, 1]
     setattr(group[at], change, {"shape": (2, 3), "_strides": (1, 4), "_offset": 2}[change])
     assert [_memo.cached_by_tensors(group, ("test",), make) for _ in range(2)] == [2, 2]
-
-
-def test_rows_on_the_device_are_known_as_long_as_their_memory_lives(fake: object) -> None:
-    w = World(1, 2, 0, 1)
-    c = _paged.Counts(w.shape.nl, 0, w.shape.nb, w.shape.bs, w.shape.nh, w.shape.d // 2, 2)
-    paged = _paged.from_pointers(1, np.array(w.paged.addresses, np.uint64), c, 2, 0)
-    blocks = _blocks.blocks_of(paged, True, TOKENS)
-    staging = kvraw.DeviceBuffer(blocks.nbytes, 0)
-    place = [staging.address]
-    assert blocks._on_device(place, False) is None  # staging buffers come again
-    assert blocks._on_device(place, False) is not None
-    before = fake.calls["pointer_info"]  # type: ignore[attr-defined]
-    assert blocks._on_device(place, False) is blocks._on_device(place, True)
-    assert fake.calls["pointer_info"] == before  # type: ignore[attr-defined]
-    staging.close()
-    assert blocks._on_device(place, False) is None
-    w.close()
 
 
 def quiet(w: World) -> None:

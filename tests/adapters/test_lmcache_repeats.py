@@ -270,7 +270,7 @@ def test_host_memory_of_a_plan_that_is_pinned_no_more(fake: FakeDriver, programs
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call found its objects where those of the one before lay."""
+    """Whether each call went as one before, its objects in memory that was asked about."""
     seen: list[bool] = []
     repeat = _blocks.Blocks._repeat
 
@@ -318,6 +318,45 @@ def test_objects_that_are_pinned_no_more(fake: FakeDriver, pinned: list[bool]) -
         assert pinned[-1] is there
         if there:
             fake.host_unregister(begin)
+    w.close()
+
+
+@pytest.mark.parametrize("engine", ["auto", "kernel"])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("to_host", [True, False])
+def test_objects_pinned_one_by_one(
+    fake: FakeDriver, pinned: list[bool], monkeypatch: pytest.MonkeyPatch, engine: str, on_device: bool, to_host: bool
+) -> None:
+    """Each in a registration of its own, side by side; one of them is pinned no more, or otherwise than before."""
+    monkeypatch.setenv("KVRAW_ENGINE", engine)
+    w = World(1, 2, 0, 3, "host")
+    places, size = w.objects.addresses, w.objects.arrays[0].nbytes
+    for place in places:
+        fake.host_register(place, size)
+    rng = np.random.default_rng(9)
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            ids = rng.permutation(7)[:6].tolist()
+            w.expect("store" if to_host else "load", ids, 0)
+            call(w, numbers(ids, "device", 0) if on_device else ids, ops.D2H if to_host else ops.H2D)
+            w.check()
+
+    calls(5)
+    assert pinned[-2:] == [True] * 2
+    for gone in (2, 0):
+        before = fake.pointer_number(places[gone])
+        w.objects.memory.read()
+        fake.host_unregister(places[gone])
+        calls(2)  # by way of pinned memory
+        assert pinned[-2:] == [False] * 2
+        fake.host_register(places[gone], size)
+        assert fake.pointer_number(places[gone]) != before
+        calls(4)
+        assert pinned[-1]
+    w.objects.memory.read()
+    for place in places:
+        fake.host_unregister(place)
     w.close()
 
 

@@ -15,8 +15,8 @@ import kvraw.adapters.lmcache as ops
 from kvraw.adapters import copies, deferred_errors, sglang, sglang_direct, tensors, vllm
 from kvraw.adapters.lmcache import _objects
 from kvraw.copying import pointer_tables
+from kvraw.copying.addresses import resolve
 from kvraw.copying.device_state import device_state
-from kvraw.copying.places import find_ranges
 from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.torch_like import Tensor, TorchLike
@@ -122,10 +122,10 @@ def test_what_is_found_of_ranges(fake: FakeDriver, w: TorchLike, mixed: bool) ->
     host, device = Pieces(fake, w, 3, 2), w.empty("device", (256,))
     at = np.array([host.address + PAGE, device.data_ptr(), host.address + PAGE - 64], np.uint64)
     with DeviceScope(0):
-        found = find_ranges(at, np.array([8, 256, 64], np.uint64) if mixed else 64)
+        found = resolve(at, np.array([8, 256, 64], np.uint64) if mixed else 64)
     assert (found.devices, found.link, found.pageable) == (frozenset([0]), True, False)
     assert set(found.edges) == {host.address + PAGE, host.address + 2 * PAGE, device.data_ptr() + 256}
-    over = find_ranges(at, np.array([PAGE + 1, 256, 64], np.uint64) if mixed else PAGE + 65)
+    over = resolve(at, np.array([PAGE + 1, 256, 64], np.uint64) if mixed else PAGE + 65, ends=True)
     assert over.pageable
     host.close()
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import kvraw
-from kvraw.copying import given, places
-from kvraw.copying.places import find_ranges
+from kvraw.copying import addresses as tables
+from kvraw.copying import given
+from kvraw.copying.addresses import AddressTable, resolve
 from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import PinnedBuffer
 from tests.emulator.fake_driver import FakeDriver
 
@@ -33,8 +35,8 @@ def some(rng: np.random.Generator, owners: list[Any], count: int, mixed: bool) -
     return base + rng.integers(0, SIZE - 64, count).astype(np.uint64), sizes
 
 
-def same_as_asked_anew(addresses: np.ndarray, sizes: Any) -> places.Ranges:
-    found, asked = find_ranges(addresses, sizes), places._find_slowly(addresses, sizes)
+def same_as_asked_anew(addresses: np.ndarray, sizes: Any) -> AddressTable:
+    found, asked = resolve(addresses, sizes, ends=True), tables._one_by_one(driver(), addresses, sizes, True)
     some = np.broadcast_to(np.asarray(sizes) > 0, addresses.shape)
     np.testing.assert_array_equal(found.seen[some], asked.seen[some])
     assert found.pageable == asked.pageable
@@ -86,8 +88,8 @@ def test_the_driver_is_asked_for_numbers_alone(fake: FakeDriver) -> None:
     with DeviceScope(0):
         owners: list[Any] = [kvraw.DeviceBuffer(SIZE, 0) for _ in range(5)]
         at = np.array([one.address + 8 * k for k in range(9) for one in owners], np.uint64)
-        find_ranges(at, 16)
+        resolve(at, 16)
         before = dict(fake.calls)
-        find_ranges(at, 16)
+        resolve(at, 16)
         asked = {name: n - before.get(name, 0) for name, n in fake.calls.items() if n != before.get(name, 0)}
     assert asked == {"pointer_number": 5}

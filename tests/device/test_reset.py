@@ -9,7 +9,7 @@ import kvraw
 from kvraw import codec
 from kvraw.adapters import sglang_direct
 from kvraw.adapters.lmcache import _blend_groups, _groups, _memo, _paged, _planned
-from kvraw.copying import bounce, places, pointer_tables
+from kvraw.copying import bounce, pointer_tables
 from kvraw.copying.device_state import device_state
 from kvraw.runtime import memory
 from kvraw.runtime.context import DeviceScope
@@ -202,15 +202,17 @@ def test_what_adapters_keep_is_forgotten(fake: FakeDriver) -> None:
     tables = [m._known for m in (_memo, _paged, _groups, _blend_groups)]
     tables += [_planned._bits, bounce._free, pointer_tables._tables]
     tables += [
-        places._places,
         sglang_direct._by_value,
         sglang_direct._by_identity,
-        memory._known,
     ]
     key = fake
     for one in tables:
         one[key] = {}  # type: ignore[index]
     World(0)
+    known = memory.known_memory(fake)  # type: ignore[arg-type]
+    assert known.table[1]
     fake.reset(0)
     kvraw.Stream(0).close()
+    assert not known.table[1]
+    assert memory.known_memory(fake) is known  # type: ignore[arg-type]  # other devices' states hold it
     assert [one for one in tables if one.get(key) == {}] == []  # type: ignore[call-overload]

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import kvraw
+from kvraw.copying.addresses import resolve
 from kvraw.errors import DriverError
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.host.mapping import HostOptions
-from kvraw.runtime.memory import locate, locate_all
+from kvraw.runtime.memory import locate
 from tests.emulator.fake_driver import FakeDriver
 
 PAGE, PIECES = 4096, 4
@@ -81,7 +82,7 @@ def test_registrations_of_others_are_one_range_at_one_distance_only(
             ranges = [start + PAGE * k for k in firsts]
             want = [0 if apart in (k, k + 1) else address + FAR for k, address in zip(firsts, ranges, strict=True)]
             assert [locate(address, 2 * PAGE).device_address for address in ranges] == want
-            seen = locate_all(np.array(ranges, np.uint64), 2 * PAGE).seen.tolist()
+            seen = resolve(np.array(ranges, np.uint64), 2 * PAGE).seen.tolist()
             # Behind the first range that is no one range, others may count as pageable too.
             assert all(found in (right, 0) for found, right in zip(seen, want, strict=True))
             assert apart is not None or seen == want

@@ -38,7 +38,7 @@ ALLOWED = {
     "kvraw.rope": "errors config arrays runtime ptx copying rope",
     "kvraw.pages": "arrays",
     "kvraw.cache": "errors addresses checks layouts arrays runtime",
-    "kvraw.chunks": "errors addresses arrays cache runtime",
+    "kvraw.chunks": "errors addresses arrays cache runtime copying",
     "kvraw.batch": "errors addresses arrays cache runtime copying",
     "kvraw.prepared": "errors checks config arrays cache runtime copying",
     "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks runtime copying",

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvraw import config
 from kvraw.adapters.deferred_errors import pending, pending_of, raise_deferred
 from kvraw.adapters.lmcache._ids import ids_of, ids_on
@@ -27,6 +25,7 @@ from kvraw.adapters.lmcache._types import ArgumentError, way_of
 from kvraw.addresses import FIRST, TOP
 from kvraw.arrays import IndexVector, is_pointer, tensor_view
 from kvraw.cache import PagedCache
+from kvraw.copying.addresses import remembered
 from kvraw.copying.bounce import BounceBuffers, pageable, require_no_capture
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.repeat import RepeatedCalls
@@ -34,10 +33,8 @@ from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS
 from kvraw.memo import Memo
 from kvraw.plain import odd, unusable
-from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import locate_all, pinned_at
 from kvraw.transfer_plan import Direction, TransferPlan
 
 if TYPE_CHECKING:
@@ -98,8 +95,6 @@ def paged_of(paged: Any, shape_desc: Any, number: int, device: int | None, objec
     return from_pointers(number, addresses, c, int(d.kv_size), device)
 
 
-_ROWS = 256  # rows of objects of which it is known where they lie
-_ASK = object()
 _INTEGERS = {int}
 
 
@@ -119,9 +114,7 @@ class Blocks:
         self._open = config.ENGINE.get() in ("auto", "kernel")
         self._plan: TransferPlan | None = None
         self._repeated: RepeatedCalls | None = None
-        self._rows: Memo[tuple[int, ...], Any] = Memo(_ROWS)
         self._by_kernel: Memo[tuple[int, int, int], bool] = Memo(64)  # ids, objects, skip: by ids on the device
-        self._pinned = (0, 0, 0, 0)  # where objects lay in pinned memory, as `pinned_at`
         self._state: DeviceState | None = None
         if paged.whole:
             cache = PagedCache(paged.parts[0].layout, paged.reached()[0].host, paged.device)
@@ -134,17 +127,15 @@ class Blocks:
         layers, tokens = self.paged.geometry.layers, self._tokens
         return self.paged.copies("block", self.to_host, lambda part: object_side(part, layers, tokens), tokens)
 
-    def _places(self, objects: Sequence[Any]) -> tuple[list[int], bool]:
-        """Addresses of objects, and whether all are tensors on the cache's device."""
-        places, there, nbytes, here = [], 0, self.nbytes, self.paged.device
+    def _places(self, objects: Sequence[Any]) -> list[int]:
+        """Addresses of objects."""
+        places, nbytes = [], self.nbytes
         for at, one in enumerate(objects):
             if type(one) is int:
                 places.append(one)
                 continue
             try:
                 size, dense, address = one.numel() * one.element_size(), one.is_contiguous(), one.data_ptr()
-                place = one.device
-                there += place.index == here and place.type == "cuda"
                 if not address or odd(one):
                     raise unusable(f"lmcache_objects_ptrs[{at}]", one)
             except (RuntimeError, NotImplementedError) as error:  # one without memory
@@ -160,7 +151,7 @@ class Blocks:
             if not dense:
                 raise LayoutError(f"object {at} of shape {tuple(one.shape)} must have no gaps")
             places.append(address)
-        return places, there == len(places)
+        return places
 
     def _require_addresses(self, places: list[int]) -> None:
         for at, address in enumerate(places):
@@ -169,36 +160,9 @@ class Blocks:
                     f"lmcache_objects_ptrs[{at}] is {address}, must be the address of {self.nbytes} bytes"
                 ) from None
 
-    def _on_device(self, places: list[int], known: bool) -> Reached | None:
-        """Objects ready for the device's kernel, where they are known to lie on it.
-
-        Staging buffers come again, and are asked about once; memory out of a pool does not, and is not asked about.
-        """
-        key = tuple(places)
-        found = self._rows.get(key)
-        if type(found) is tuple:
-            row: Reached = found[0]
-            if known or driver().pointer_number(places[0]) == found[1]:
-                return row
-            found = _ASK  # the memory was freed, and other memory lies there
-        if found is None or found is _ASK:
-            if not known and found is None:
-                self._rows.keep(key, _ASK)
-                return None
-            addresses = np.array(places, np.uint64)
-            assert self.paged.device is not None
-            with DeviceScope(self.paged.device):
-                if known or (locate_all(addresses).devices == self.paged.device).all():
-                    row = Reached(addresses, addresses, False)
-                    self._rows[key] = row, driver().pointer_number(places[0])
-                    return row
-            self._rows[key] = False
-        return None
-
     def _copy(
         self,
         places: list[int],
-        known: bool,
         ids: IndexVector,
         skip: int,
         stream: int | None,
@@ -206,73 +170,49 @@ class Blocks:
         waited: bool = False,
     ) -> Any:
         device = self.paged.device
-        row = self._on_device(places, known) if device is not None and self._open else None
-        if row is None and self._plan is None:
+        if self._plan is None:
             self._require_addresses(places)
             row = reach(places, self.nbytes, device)
-        done: Any
-        if row is not None or self._plan is None:
-            assert row is not None
-            done = self._copies.run(row, ids, skip, ids.count - skip, stream, waited=waited)
-        else:
-            unseen = device is not None and ids.host is None and not waited
-            done = self._plan(places, ids, skip=skip, stream=stream, on_error=pending_of(device) if unseen else None)
-        if device is not None and not captured:
-            with DeviceScope(device):
-                self._state = device_state(device)
-                if row is None:
-                    self._pinned = pinned_at(places[0])
-                    if ids.host is None and done.engine == "kernel":
-                        self._by_kernel.keep((ids.count, len(places), skip), True)
+            return self._copies.run(row, ids, skip, ids.count - skip, stream, waited=waited)
+        unseen = device is not None and ids.host is None and not waited
+        done = self._plan(places, ids, skip=skip, stream=stream, on_error=pending_of(device) if unseen else None)
+        if ids.host is None and not captured and done.engine == "kernel":
+            self._by_kernel.keep((ids.count, len(places), skip), True)
         return done
 
     def _repeat(self, objects: Sequence[Any], ids: Any, skip: int, device: int, stream: int) -> bool:
-        """Move as an earlier call did: objects that are known to lie on the device, or in one registration.
-
-        False: nothing was moved, and all must be looked at.
-        """
+        """Move as an earlier call did, objects in memory that was asked about; False: all must be looked at."""
+        d, state = driver(), self._state
+        if state is None or state.was_reset or state.owner is not d:
+            self._state = device_state(device) if d.context_device() == device else None
+            return False
         if not len(objects):
             return False
-        there = ids_on(ids, device)
-        if type(objects[0]) is not int:
-            places = tuple(self._places(objects)[0])
-        else:
-            places = tuple(objects)
-            if set(map(type, places)) != _INTEGERS:
-                return False
-        row, most = self._rows.get(places), len(places) * self.per_object
-        if type(row) is tuple:
-            number, shift, link = row[1], 0, False
-        else:
-            begin, end, shift, number = self._pinned
-            if not number or min(places) < begin or max(places) > end - self.nbytes:
-                return False
-            link = True
-        if there is not None and (not link or (min(there[2], most), len(places), skip) in self._by_kernel):
-            count, bits = min(there[2], most) - skip, 0
-            bases = places if not shift else [place + shift for place in places]
-            for base in bases:
-                bits |= base
-            known: dict[str, Any] = {"link": link, "memory": (places[0], number), "refs": (ids, objects)}
-            if count > 0 and self._copies.repeat(stream, bases, bits & 15, there, skip, count, **known):
-                return True
-        d, state, repeated = driver(), self._state, self._repeated
-        if repeated is None or state is None or state.was_reset or state.owner is not d or pending(state):
+        places = objects if set(map(type, objects)) == _INTEGERS else self._places(objects)
+        kept, there = remembered(state.memory, places, self.nbytes), None if type(ids) is list else ids_on(ids, device)
+        if kept is None or kept.table.devices - {device}:
             return False
-        if d.pointer_number(places[0]) != number:
+        table, used, most = kept.table, kept.used, len(places) * self.per_object
+        if there is not None and (not table.link or (min(there[2], most), len(places), skip) in self._by_kernel):
+            # By one launch, which asks about one allocation itself.
+            count, memory = min(there[2], most) - skip, (used[0].start, used[0].number)
+            known: dict[str, Any] = {"link": table.link, "memory": memory, "refs": (ids, objects)}
+            holds = count > 0 and (len(used) == 1 or kept.holds(d))
+            if holds and self._copies.repeat(stream, table.seen, table.alignment, there, skip, count, **known):
+                return True
+        repeated = self._repeated
+        if repeated is None or pending(state) or not kept.holds(d):
             return False
         if there is None:
-            index = ids_of("block_ids", ids, device, most, objects)
+            index, on_error = ids_of("block_ids", ids, device, most), None
             if index.host is None:
                 return False
         else:
-            index = IndexVector(None, there[0], min(there[2], most), there[1], device, (ids, objects))
+            address, width, count = there
+            index, on_error = IndexVector(None, address, min(count, most), width, device, ids), pending_of(device)
         if index.count <= skip:
             return False
-        addresses = np.array(places, np.uint64)
-        seen = addresses + np.uint64(shift % 2**64) if shift else addresses
-        on_error = None if there is None else pending_of(device)
-        engine = repeated.enqueue(state, (addresses, seen), index, skip, stream, on_error, self.paged, link=link)
+        engine = repeated.enqueue(state, table, index, skip, stream, on_error, (self._plan, objects))
         if engine == "kernel" and there is not None:
             self._by_kernel.keep((index.count, len(places), skip), True)
         return engine is not None
@@ -288,9 +228,9 @@ class Blocks:
         captured = device is not None and stream is not None and raise_deferred(device, stream)
         if ids.count <= skip or not len(objects):
             return
-        places, known = self._places(objects)
+        places = self._places(objects)
         try:
-            self._copy(places, known, ids, skip, stream, captured)
+            self._copy(places, ids, skip, stream, captured)
         except (BoundsError, OverflowError, PlacementError) as error:
             self._require_addresses(places)
             if device is None or not isinstance(error, PlacementError):
@@ -314,7 +254,7 @@ class Blocks:
         places = list(places)
         for at, address in zip(bad, buffers.addresses, strict=True):
             places[at] = address
-        done = self._copy(places, False, ids._replace(owner=(ids.owner, buffers)), skip, stream, False, self.to_host)
+        done = self._copy(places, ids._replace(owner=(ids.owner, buffers)), skip, stream, False, self.to_host)
         if self.to_host:
             try:
                 done.wait()

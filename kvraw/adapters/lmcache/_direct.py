@@ -22,6 +22,7 @@ from kvraw.adapters.lmcache._types import (
 )
 from kvraw.arrays import U64, index_vector, pointer_vector
 from kvraw.copying import copy_engine, cpu
+from kvraw.copying.addresses import resolve
 from kvraw.copying.device_state import device_state
 from kvraw.copying.operands import Operands, check_host_index
 from kvraw.copying.submission import submit_as_one
@@ -30,7 +31,6 @@ from kvraw.layouts.formats import FORMATS
 from kvraw.runtime.completion import Operation
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver_or_none
-from kvraw.runtime.memory import locate_all
 
 __all__ = ["batch_memcpy_supported", "direct_copy_format_supported", "execute_direct_copy_transfer"]
 
@@ -142,7 +142,7 @@ def execute_direct_copy_transfer(
         stream = current_stream(where)
         state = device_state(where)
         raise_pending(state, stream)
-        pageable = locate_all(pointer_vector("host_ptr", [o.host_ptr for o in objects])).pageable
+        pageable = resolve(pointer_vector("host_ptr", [o.host_ptr for o in objects])).pageable
 
         def enqueue(operation: Operation, capturing: bool) -> None:
             for d in work:

@@ -82,9 +82,7 @@ class _Group:
             return self._found
         parts = self._shape.parts
         row = reach(self.objects, 1, self.device)
-        objects = [
-            Reached(row.host + np.uint64(p.at), row.seen + np.uint64(p.at), row.link) if p.at else row for p in parts
-        ]
+        objects = [row.plus(p.at) for p in parts]
         tables = tables_of("paged_buffer_ptrs", self.table, self._shape, stream)
         # Host memory is looked up each time, device memory once; and what was read out of a table is as old as that.
         if self.device is not None and stream is not None and not row.link and len(parts) == 1:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvraw.adapters.deferred_errors import Sink, discard, pending, pending_of
 from kvraw.arrays import U64, IndexVector
 from kvraw.copying.device_state import DeviceState, device_state
@@ -145,8 +143,7 @@ class Copies:
         on_error: Sink | None = None
         done, last = None, self.each[-1]
         for copy, part, table in zip(self.each, paged.parts, paged.reached(), strict=True):
-            at = np.uint64(part.at)
-            side = Reached(row.host + at, row.seen + at, row.link, row.edges) if part.at else row
+            side = row.plus(part.at)
             ends, index = ((table, side), (ids, None)) if to_host else ((side, table), (None, ids))
             if device is not None and ids.host is None and not waited:
                 on_error = pending_of(device) if copy is last else discard

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvraw.cache import require_host
+from kvraw.copying.addresses import AddressTable, resolve
 from kvraw.copying.plan import Side
-from kvraw.errors import PlacementError
-from kvraw.prepared import Reached
 from kvraw.runtime.context import DeviceScope
-from kvraw.runtime.memory import locate_all
 
 if TYPE_CHECKING:
     from kvraw.layouts.parts import Part
@@ -36,16 +34,13 @@ def object_side(part: Part, layers: int, tokens: int, step: int | None = None) -
     )
 
 
-def reach(objects: Sequence[int], nbytes: int, device: int | None) -> Reached:
+def reach(objects: Sequence[int], nbytes: int, device: int | None) -> AddressTable:
     """Look objects up: what the device calls them, and where registrations end inside them."""
     host = np.array(objects, np.uint64)
     if device is None:
         require_host("objects", host, 1)
-        return Reached(host, host, False)
+        return AddressTable(host, host, False)
     with DeviceScope(device):
-        found = locate_all(host, nbytes)
+        found = resolve(host, nbytes)
         found.require(device, "objects")
-    if found.pageable:
-        at = int(np.argmin(found.seen != 0))
-        raise PlacementError(f"object {at} at {int(host[at]):#x} is pageable host memory")
-    return Reached(host, found.seen, found.link, found.edges)
+    return found

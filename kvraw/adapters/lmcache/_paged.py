@@ -15,6 +15,7 @@ from kvraw.adapters.lmcache._types import ArgumentError
 from kvraw.adapters.tensors import flatten
 from kvraw.arrays import U64, is_pointer, pointer_vector
 from kvraw.cache import require_host, views_of
+from kvraw.copying.addresses import resolve
 from kvraw.copying.plan import Side
 from kvraw.errors import LayoutError, PlacementError
 from kvraw.layouts.formats import FORMATS, Format
@@ -24,7 +25,7 @@ from kvraw.memo import Memo
 from kvraw.plain import require_memory
 from kvraw.prepared import PreparedCopy, Reached
 from kvraw.runtime.context import DeviceScope, at_reset
-from kvraw.runtime.memory import locate_all
+from kvraw.runtime.memory import locate
 
 __all__ = [
     *("Counts", "Paged", "addresses_of", "from_pointers", "from_tensors", "interned", "is_tensor"),
@@ -99,9 +100,9 @@ class Paged:
                     require_host("paged_buffer_ptrs", bases, 1)
                 else:
                     with DeviceScope(self.device):
-                        elsewhere = locate_all(bases).devices != self.device
-                    if elsewhere.any():
-                        at = int(np.argmax(elsewhere))
+                        table = resolve(bases)
+                    if table.link or table.devices - {self.device}:
+                        at = next(k for k, a in enumerate(bases.tolist()) if locate(a, 1).device != self.device)
                         raise PlacementError(
                             f"paged_buffer_ptrs[{at}] is {int(bases[at]):#x}, not memory of device {self.device}"
                         )

@@ -14,6 +14,7 @@ from kvraw.adapters.lmcache._launch import Copies
 from kvraw.addresses import FIRST, TOP, require_address
 from kvraw.arrays import ASK_DRIVER, U64, IndexVector
 from kvraw.cache import require_host
+from kvraw.copying.addresses import resolve
 from kvraw.copying.operands import check_host_index, require_index
 from kvraw.copying.steps import Step, StepCopy
 from kvraw.errors import PlacementError
@@ -21,7 +22,7 @@ from kvraw.memo import Memo
 from kvraw.prepared import DeviceTable, Reached
 from kvraw.runtime.context import at_reset
 from kvraw.runtime.driver import driver
-from kvraw.runtime.memory import PinnedBuffer, locate_all
+from kvraw.runtime.memory import PinnedBuffer
 
 if TYPE_CHECKING:
     from kvraw.adapters.lmcache._paged import Paged
@@ -44,7 +45,7 @@ def _fetch(name: str, address: int, entries: int, device: int, stream: int) -> U
         driver().memcpy_async(copy.address, address, entries * 8, stream)
         driver().stream_synchronize(stream)
         found: U64 = words(copy.address, entries).copy()
-    locate_all(found).require(device, name)
+    resolve(found).require(device, name, pageable=True)
     return found
 
 
