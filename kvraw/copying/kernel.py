@@ -15,7 +15,7 @@ from kvraw.arrays import U64
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import DeviceState, Upload
 from kvraw.copying.operands import DeviceTable, Operands
-from kvraw.copying.pace import OTHER_WAY, SLACK, both_ways, require_rate
+from kvraw.copying.pace import CREDIT, OTHER_WAY, SLACK, both_ways, in_the_long_run, require_rate
 from kvraw.copying.plan import CopyPlan
 from kvraw.copying.planner import RateLimit, profile_for
 from kvraw.errors import BoundsError, UnsupportedDriverError
@@ -205,13 +205,15 @@ class KernelPlan:
         """Write a rate into a block whose width is written; the kernel for it."""
         require_rate(rate)
         if rate:
-            way, both = way or "store", rate
+            way, mean, both = way or "store", rate, rate
             if self.limit.busy and way in OTHER_WAY:
-                both = min(rate, both_ways(way, profile_for(state.device).paced[way] * 1e9))
-            cost, slower = (ka.pace_cost(block.record, width, r) for r in (rate, both))
+                paced = profile_for(state.device).paced[way] * 1e9
+                mean, both = min(rate, in_the_long_run(way, paced)), min(rate, both_ways(way, paced))
+            cost, longer, slower = (ka.pace_cost(block.record, width, r) for r in (rate, mean, both))
             words = block.words
             words[ka.PACE], words[ka.PACE_OTHER] = (state.paces.address(w) for w in (way, OTHER_WAY.get(way, way)))
             words[ka.PACE_SLACK], words[ka.PACE_COST], words[ka.PACE_EXTRA] = SLACK * ka.TICKS, cost, slower - cost
+            words[ka.PACE_CREDIT], words[ka.PACE_MEAN] = CREDIT * ka.TICKS, longer * (longer > cost)
         return copy_kernel(width, rate > 0)
 
     def enqueue(
@@ -336,7 +338,7 @@ class KernelPlan:
         if template is None:
             filled = ArgumentBlock(ka.ARGS)
             filled.words[: ka.WORDS_AT] = self._long[: ka.WORDS_AT]  # as the plan filled it; the rest is written below
-            filled.words[[ka.PACE, ka.PACE_COST, ka.PACE_EXTRA]] = 0
+            filled.words[[ka.PACE, ka.PACE_COST, ka.PACE_MEAN, ka.PACE_EXTRA]] = 0
             template = self._templates[vector] = filled.words[:-1], ka.fill_width(filled.record, plan, vector)
         block.words[:-1] = template[0]
         segments = count * plan.runs_per_item * template[1]

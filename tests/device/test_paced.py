@@ -135,10 +135,14 @@ def test_the_words_of_a_pace(fake: FakeDriver, busy: bool, way: str, rate: float
     assert launch is not None
     assert launch.threads <= PACED_THREADS[way]
     both = min(rate, 0.55 * 55e9) if busy and way != "copy" else rate
-    want = [*places, 4000 * 16, round(256 * 16 * 16e9 / rate), round(256 * 16 * 16e9 / both)]
+    mean = min(rate, {"store": 0.66, "load": 0.9}[way] * 55e9) if busy and way != "copy" else rate
+    costs = [round(256 * 16 * 16e9 / r) for r in (rate, mean, both)]
+    want = [*places, 4000 * 16, costs[0], costs[1] * (mean < rate), costs[2]]
     for words in (launch.block.words, case.kernel._block.words):
-        found = [int(words[k]) for k in (ka.PACE, ka.PACE_OTHER, ka.PACE_SLACK, ka.PACE_COST, ka.PACE_EXTRA)]
-        found[-1] += found[-2]
+        found = [
+            int(words[k]) for k in (ka.PACE, ka.PACE_OTHER, ka.PACE_SLACK, ka.PACE_COST, ka.PACE_MEAN, ka.PACE_EXTRA)
+        ]
+        found[-1] += found[-3]
         assert found == want
 
 

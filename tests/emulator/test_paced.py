@@ -80,6 +80,19 @@ def test_the_link_s_other_direction(other: int | None, used: bool) -> None:
     assert words[1] == kept
 
 
+@pytest.mark.parametrize("credit", [0, 100_000, 10**8])
+def test_the_long_run(credit: int) -> None:
+    """Turns by a rate, and by a lower one for which more idle time is made up for."""
+    copy, words = Copy(16, 60, 1000), np.zeros(2, np.uint64)
+    copy.memory.add_array(words, "pace")
+    begin, vectors = copy.memory.nanoseconds, 60 * 2 * 1000
+    run(copy, 16, 2, 512, pace=words.ctypes.data, cost=256 * 16, mean=256 * 64, credit=credit * ka.TICKS)
+    took = copy.memory.nanoseconds - begin
+    assert took >= max(vectors, 4 * vectors - credit) - 8 * 1000
+    # All warps go in step here, so none waits while others copy: what they copy is idle time of the long run.
+    assert took < 4 * vectors - min(credit, 3 * vectors) + vectors + 50_000
+
+
 def test_without_a_word_there_is_no_pace() -> None:
     run(Copy(16, 5, 7), 16, 1, 64, cost=7)
 
