@@ -65,6 +65,7 @@ class IndexedLaunch:
             "_state",
             "_stream",
             "_table",
+            "_threads",
             "_values",
             "_words",
             "plan",
@@ -104,6 +105,7 @@ class IndexedLaunch:
         self._per_item = int(block.words[ka.SEGMENTS])
         self._words: memoryview[int] = memoryview(block.words.view("u1").data).cast("B").cast("Q")
         self._index = tuple(ka.INDEX[k] if widths[k] else -1 for k in (0, 1))
+        self._threads = plan.most_threads(rate, way)
         self._most, self._count, self._grid = plan.most_ctas(link, state.multiprocessors, rate > 0), -1, (0, 0)
         c = Commands()
         stream, event, ctas, threads = c.value(), c.value(), c.value(), c.value()
@@ -204,12 +206,12 @@ class IndexedLaunch:
             segments = count * self._per_item
             if len(self._jobs) >= _MOST:
                 self._jobs.clear()
-            found = self._jobs[count] = segments, *launch_shape(segments, self._most, self.plan.threads)
+            found = self._jobs[count] = segments, *launch_shape(segments, self._most, self._threads)
         return ids, found[0], first, status, found[1], found[2]
 
     def _shape(self, count: int) -> None:
         segments = count * self._per_item
         self._words[ka.SEGMENTS] = segments
-        ctas, threads = launch_shape(segments, self._most, self.plan.threads)
+        ctas, threads = launch_shape(segments, self._most, self._threads)
         self._values[self._short], self._values[self._short + 1] = ctas, threads
         self._count = count

@@ -15,9 +15,9 @@ from kvraw.arrays import U64
 from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import DeviceState, Upload
 from kvraw.copying.operands import DeviceTable, Operands
-from kvraw.copying.pace import SLACK, require_rate
+from kvraw.copying.pace import CREDIT, OTHER_WAY, SLACK, both_ways, in_the_long_run, require_rate
 from kvraw.copying.plan import CopyPlan
-from kvraw.copying.planner import RateLimit
+from kvraw.copying.planner import RateLimit, profile_for
 from kvraw.errors import BoundsError, UnsupportedDriverError
 from kvraw.ptx.loader import read_ptx
 from kvraw.runtime import fork
@@ -25,11 +25,14 @@ from kvraw.runtime.completion import Operation
 from kvraw.runtime.driver import CudaDriver
 from kvraw.runtime.module import ArgumentBlock, Kernel
 
-__all__ = ["KernelPlan", "copy_kernel", "kernels_barred", "launch_shape", "set_pace"]
+__all__ = ["KernelPlan", "copy_kernel", "kernels_barred", "launch_shape"]
 
 THREADS = 1024
 _KINDS = 64  # kinds of calls of a plan whose arrangement is kept
-PACED_CTAS = 2  # reach any rate worth keeping to, and more of them are worse neighbours at the same rate
+# These reach any rate worth keeping to, and more of them are worse neighbours at the same rate: where thread blocks
+# take a multiprocessor's registers, other work finds no room on it.
+PACED_CTAS = 2
+PACED_THREADS = {"store": 512, "load": 1024, "copy": 1024}
 LINK_CTAS = 16  # saturates PCIe 5 x16 on an H200 with margin (benchmarks/README.md)
 _SIDES = ("src", "dst")
 
@@ -95,17 +98,6 @@ def _arrangement(lengths: tuple[int, int, int, int]) -> tuple[list[_Piece], int]
     return pieces, ends[0]
 
 
-def set_pace(block: ArgumentBlock, width: int, state: DeviceState, rate: float, way: str) -> Kernel:
-    """Write a rate into a block whose width is written; the kernel for it."""
-    require_rate(rate)
-    if rate:
-        words = block.record.view(np.uint64)
-        cost = ka.pace_cost(block.record, width, rate)
-        words[ka.PACE], words[ka.PACE_COST] = state.paces.address(way or "store"), cost
-        words[ka.PACE_SLACK] = SLACK * ka.TICKS
-    return copy_kernel(width, rate > 0)
-
-
 class BoundLaunch:
     """A launch of the copy kernel whose arguments lie ready, all but ids and addresses: these are written into them.
 
@@ -125,12 +117,10 @@ class BoundLaunch:
         one that the device has.
     count : int
         Ids.
-    pace_address : int
-        Where the word of the pace lies, which `pace_word` gives; of use to a launch that was bound with a rate.
     """
 
     __slots__ = (
-        *("block", "_width", "count", "ctas", "index_addresses", "kernel", "pace_address", "params"),
+        *("block", "count", "ctas", "index_addresses", "kernel", "params"),
         *("status_address", "table_addresses", "threads"),
     )
 
@@ -142,18 +132,11 @@ class BoundLaunch:
         indices: list[int],
         tables: list[int],
         count: int,
-        width: int,
     ) -> None:
-        self._width = width
         self.block, self.kernel, self.params, self.count = block, kernel, block.address, count
         self.ctas, self.threads = grid
         self.index_addresses, self.table_addresses = indices, tables
-        self.status_address, self.pace_address = block.start + 8 * ka.STATUS, block.start + 8 * ka.PACE_COST
-
-    def pace_word(self, rate: float) -> int:
-        """What has the launch keep to another rate in bytes a second; 0: to none."""
-        require_rate(rate)
-        return ka.pace_cost(self.block.record, self._width, rate)
+        self.status_address = block.start + 8 * ka.STATUS
 
 
 class KernelPlan:
@@ -202,9 +185,10 @@ class KernelPlan:
         self._templates: dict[int, tuple[U64, int]] = {}  # of bound launches, by the width of their accesses
         self._pieces: list[_Piece] = []
         self._upload_words = self._segments = 0
-        self._last_bits, self._rate = -1, 0.0
+        self._last_bits = -1
+        self._pace: object = 0.0  # what the words of the pace are for
         self._kernel = copy_kernel(16)
-        self._grid, self._shaped = (0, 0), (0, False, 0.0)
+        self._grid, self._shaped = (0, 0), (0, False, 0.0, "")
         self._written: list[U64 | None] = [None, None]  # tables that stand in the words already
         self._bits: list[int] = [0, 0]
         ka.fill_plan(self._block.record, plan)
@@ -212,6 +196,25 @@ class KernelPlan:
     def most_ctas(self, link: bool, multiprocessors: int, paced: bool = False) -> int:
         """Most thread blocks of a launch; `link` says that host memory takes part, `paced` that it keeps to a rate."""
         return self.ctas or (PACED_CTAS if paced else LINK_CTAS if link else 2 * multiprocessors)
+
+    def most_threads(self, rate: float, way: str) -> int:
+        """Most threads of a block of a launch that keeps to a rate."""
+        return min(self.threads, PACED_THREADS[way or "store"]) if rate else self.threads
+
+    def _set_pace(self, block: ArgumentBlock, width: int, state: DeviceState, rate: float, way: str) -> Kernel:
+        """Write a rate into a block whose width is written; the kernel for it."""
+        require_rate(rate)
+        if rate:
+            way, mean, both = way or "store", rate, rate
+            if self.limit.busy and way in OTHER_WAY:
+                paced = profile_for(state.device).paced[way] * 1e9
+                mean, both = min(rate, in_the_long_run(way, paced)), min(rate, both_ways(way, paced))
+            cost, longer, slower = (ka.pace_cost(block.record, width, r) for r in (rate, mean, both))
+            words = block.words
+            words[ka.PACE], words[ka.PACE_OTHER] = (state.paces.address(w) for w in (way, OTHER_WAY.get(way, way)))
+            words[ka.PACE_SLACK], words[ka.PACE_COST], words[ka.PACE_EXTRA] = SLACK * ka.TICKS, cost, slower - cost
+            words[ka.PACE_CREDIT], words[ka.PACE_MEAN] = CREDIT * ka.TICKS, longer * (longer > cost)
+        return copy_kernel(width, rate > 0)
 
     def enqueue(
         self,
@@ -265,17 +268,16 @@ class KernelPlan:
                 status = state.status.take(operation, self, origin, on_error)
             self._write((src, dst), first, count, upload)
             bits = self._bits[0] | self._bits[1]
-            if bits != self._last_bits or rate != self._rate:
-                self._set_width(self.plan.width(bits), rate)
-                self._last_bits, self._rate = bits, rate
-            if rate:
-                words[ka.PACE] = state.paces.address(way or "store")
+            pace = rate and (rate, way, state)
+            if bits != self._last_bits or pace != self._pace:
+                self._set_width(self.plan.width(bits), state, rate, way)
+                self._last_bits, self._pace = bits, pace
             segments = count * self._segments
             words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, status
-            shape = (segments, link, rate)
+            shape = (segments, link, rate, way)
             if shape != self._shaped:
                 most = self.most_ctas(link, state.multiprocessors, rate > 0)
-                self._grid = launch_shape(segments, most, self.threads)
+                self._grid = launch_shape(segments, most, self.most_threads(rate, way))
                 self._shaped = shape
             if upload is not None:
                 operation.enqueued.append(stream)
@@ -336,7 +338,7 @@ class KernelPlan:
         if template is None:
             filled = ArgumentBlock(ka.ARGS)
             filled.words[: ka.WORDS_AT] = self._long[: ka.WORDS_AT]  # as the plan filled it; the rest is written below
-            filled.words[ka.PACE_COST] = 0
+            filled.words[[ka.PACE, ka.PACE_COST, ka.PACE_MEAN, ka.PACE_EXTRA]] = 0
             template = self._templates[vector] = filled.words[:-1], ka.fill_width(filled.record, plan, vector)
         block.words[:-1] = template[0]
         segments = count * plan.runs_per_item * template[1]
@@ -362,18 +364,17 @@ class KernelPlan:
             indices[k] = start + 8 * (ka.INDEX[k] if widths[k] else ka.WORDS_AT + at)
             at += count
         words[ka.SEGMENTS], words[ka.FIRST_ITEM], words[ka.STATUS] = segments, first, 0
-        grid = launch_shape(segments, self.most_ctas(link, state.multiprocessors, rate > 0), self.threads)
-        kernel = set_pace(block, vector, state, rate, way).handle_for(state.owner)
-        return BoundLaunch(block, kernel, grid, indices, places, count, vector)
+        most = self.most_ctas(link, state.multiprocessors, rate > 0)
+        grid = launch_shape(segments, most, self.most_threads(rate, way))
+        kernel = self._set_pace(block, vector, state, rate, way).handle_for(state.owner)
+        return BoundLaunch(block, kernel, grid, indices, places, count)
 
-    def _set_width(self, width: int, rate: float) -> None:
+    def _set_width(self, width: int, state: DeviceState, rate: float, way: str) -> None:
         """Take the kernel for accesses of `width` bytes that keeps to a rate."""
-        require_rate(rate)
-        kernel = copy_kernel(width, rate > 0)  # first, for it may fail
+        self._last_bits = -1  # where it fails
         split = ka.fill_width(self._block.record, self.plan, width)
-        self._words[ka.PACE_COST] = ka.pace_cost(self._block.record, width, rate)
-        self._words[ka.PACE_SLACK] = SLACK * ka.TICKS
-        self._segments, self._kernel = self.plan.runs_per_item * split, kernel
+        self._kernel = self._set_pace(self._block, width, state, rate, way)
+        self._segments = self.plan.runs_per_item * split
 
     def _arrange(self, src: Operands, dst: Operands, count: int, kind: tuple[object, ...]) -> None:
         """Decide where tables and indices go, as for the last call of this kind, and write the flags that say so."""

@@ -31,7 +31,10 @@ ARGS = np.dtype(
         ("size", np.uint64, MAX_DIMS),
         ("magic", np.uint64, MAX_DIMS),
         *[(name, np.uint64) for name in ("split", "split_magic", "run_vectors", "segments", "first_item", "status")],
-        *[(name, np.uint64) for name in ("pace", "pace_slack", "pace_cost")],
+        *[
+            (name, np.uint64)
+            for name in ("pace", "pace_slack", "pace_cost", "pace_mean", "pace_credit", "pace_other", "pace_extra")
+        ],
         ("shift", np.uint32, MAX_DIMS),
         *[(name, np.uint32) for name in ("split_shift", "segment_vectors", "vector_magic", "reserved")],
         ("words", np.uint64, WORDS),
@@ -55,6 +58,9 @@ TABLE, INDEX = ([_position(f"{side}.{name}", 8) for side in ("src", "dst")] for 
 FLAGS = [_position(f"{side}.flags", 4) for side in ("src", "dst")]
 SEGMENTS, FIRST_ITEM, STATUS, WORDS_AT = (_position(n, 8) for n in ("segments", "first_item", "status", "words"))
 PACE, PACE_SLACK, PACE_COST = (_position(n, 8) for n in ("pace", "pace_slack", "pace_cost"))
+PACE_MEAN, PACE_CREDIT, PACE_OTHER, PACE_EXTRA = (
+    _position(n, 8) for n in ("pace_mean", "pace_credit", "pace_other", "pace_extra")
+)
 TICKS = 16  # a nanosecond of the block's
 
 

@@ -8,14 +8,31 @@ from kvraw.runtime.driver import driver
 from kvraw.runtime.memory import DeviceBuffer
 from kvraw.runtime.stream import Stream
 
-__all__ = ["LEAST_RATE", "SLACK", "WAYS", "PaceWords", "paced_rate", "require_rate"]
+__all__ = [
+    "CREDIT",
+    "LEAST_RATE",
+    "OTHER_WAY",
+    "SLACK",
+    "WAYS",
+    "PaceWords",
+    "both_ways",
+    "in_the_long_run",
+    "paced_rate",
+    "require_rate",
+]
 
 WAYS = ("store", "load", "copy")
 LEAST_RATE = 16_000_000  # bytes a second: the time of 4 KiB still fits a kernel's word
 LINK = 55e9  # bytes a second each way, where nobody measured: PCIe 5 x16
 # Of the link, by direction, beside a decode loop (benchmarks/paced.py). Stores that fill the link back up, and hold up
 # all other work of the device; loads by few thread blocks do not, but two beside each other share what one may take.
-SHARE = {"store": 0.72, "load": 0.82, "copy": 0.0}
+SHARE = {"store": 0.755, "load": 0.9, "copy": 0.0}
+# What they may take of it in the long run, with one transfer behind the other. Of gaps, as between transfers that are
+# waited for, `CREDIT` at most is made up for.
+MEAN = {"store": 0.66, "load": 0.9}
+CREDIT = 150_000  # ns
+BOTH = 0.55  # of the link each way, while both directions are in use
+OTHER_WAY = {"store": "load", "load": "store"}
 SLACK = 4_000  # ns of an idle link's time that may be made up for
 _APART = 256  # bytes from one word to the next
 
@@ -33,9 +50,19 @@ def paced_rate(way: str, link: float | None = None) -> float:
     Examples
     --------
     >>> paced_rate("store", 25e9)
-    18000000000.0
+    18875000000.0
     """
     return SHARE[way] * (link or LINK)
+
+
+def both_ways(way: str, rate: float) -> float:
+    """What kernels keep to in a direction whose paced rate this is, while the link's other direction is in use too."""
+    return rate * BOTH / SHARE[way]
+
+
+def in_the_long_run(way: str, rate: float) -> float:
+    """What kernels keep to in the long run in a direction whose paced rate this is."""
+    return rate * MEAN[way] / SHARE[way]
 
 
 def require_rate(rate: float, name: str = "rate") -> None:

@@ -7,7 +7,8 @@
 //
 // With PACED, each UNIT of bytes is stored no sooner than its turn by the clock. Turns are given out by a word in device
 // memory, shared by all launches that name it: the time from which on the link is free. A turn adds the time that its
-// bytes take at the launch's rate, so launches beside each other share the rate, in whatever order they come.
+// bytes take at the launch's rate, so launches beside each other share the rate, in whatever order they come. While the
+// link's other direction is in use, they take longer: both directions together reach less than each on its own.
 #include "copy_args.h"
 
 #define UNROLL 8
@@ -90,7 +91,10 @@ __device__ __forceinline__ u64 locate(const CopyArgs &a, const CopySide &s, u32 
 
 #ifdef PACED
 #define UNIT (4096 / VEC) // vectors
-#define NEVER (1ull << 36) // 4 s: no turn is that far ahead but by a clock that was set back
+#define UNIT_AT(step) (end - (step) < UNIT ? end - (step) : UNIT)
+#define NEVER (1ull << 36)  // 4 s: no turn is that far ahead but by a clock that was set back
+#define AHEAD (1ull << 30)  // 67 ms
+#define BEHIND (1ull << 18) // 16 us
 
 // Sixteenths of a nanosecond. The clock may tick as rarely as once a microsecond: turns add up all the same.
 __device__ __forceinline__ u64 read_clock()
@@ -100,30 +104,46 @@ __device__ __forceinline__ u64 read_clock()
     return t << 4;
 }
 
-// The turn of some vectors. An idle link's time is lost but for the slack.
-__device__ __forceinline__ u64 take_turn(const CopyArgs &a, u32 vectors)
+// The turn of what takes some time, from a word. An idle link's time is lost but for the slack.
+__device__ __forceinline__ u64 take_turn(u64 word, u64 slack, u64 time)
 {
     u64 turn;
-    asm volatile("red.global.max.u64 [%0], %1;" ::"l"(a.pace), "l"(read_clock() - a.pace_slack) : "memory");
-    asm volatile("atom.global.add.u64 %0, [%1], %2;"
-                 : "=l"(turn)
-                 : "l"(a.pace), "l"(vectors * a.pace_cost >> 8)
-                 : "memory");
+    asm volatile("red.global.max.u64 [%0], %1;" ::"l"(word), "l"(read_clock() - slack) : "memory");
+    asm volatile("atom.global.add.u64 %0, [%1], %2;" : "=l"(turn) : "l"(word), "l"(time) : "memory");
     return turn;
 }
 
-__device__ __forceinline__ void await_turn(const CopyArgs &a, u64 turn)
+__device__ __forceinline__ void await_turn(u64 word, u64 turn)
 {
     for (;;) {
         const u64 now = read_clock(), left = turn - now;
         if ((i64)left <= 0)
             return;
         if (left > NEVER) {
-            asm volatile("{ .reg .u64 old; atom.global.exch.b64 old, [%0], %1; }" ::"l"(a.pace), "l"(now) : "memory");
+            asm volatile("{ .reg .u64 old; atom.global.exch.b64 old, [%0], %1; }" ::"l"(word), "l"(now) : "memory");
             return;
         }
         asm volatile("nanosleep.u32 %0;" ::"r"((u32)(left >> 5))); // sleeps for up to twice that
     }
+}
+
+// Whether the link is in use from a direction whose time this is. It lies ahead where turns are waited for, and not far
+// behind where they are taken at all; a time of nothing is neither.
+__device__ __forceinline__ bool in_use(u64 time)
+{
+    return read_clock() + AHEAD - time < AHEAD + BEHIND;
+}
+
+// Waits for the turn of some vectors. The time of the link's other direction comes meanwhile; where that is in use, later
+// turns come later.
+__device__ __forceinline__ void await_turn_beside(const CopyArgs &a, u64 turn, u32 vectors)
+{
+    u64 other = 0;
+    if (a.pace_extra)
+        asm volatile("atom.global.max.u64 %0, [%1], 0;" : "=l"(other) : "l"(a.pace_other) : "memory"); // past L1
+    await_turn(a.pace, turn);
+    if (a.pace_extra && in_use(other))
+        asm volatile("red.global.add.u64 [%0], %1;" ::"l"(a.pace), "l"(vectors * a.pace_extra >> 8) : "memory");
 }
 #define KERNEL CONCAT(kvraw_copy_paced_v, VEC)
 #else
@@ -166,6 +186,8 @@ extern "C" __global__ void __launch_bounds__(1024) KERNEL(const CopyArgs args)
         const u32 copied = __ballot_sync(~0u, vectors != 0); // what is left out takes no turns
         const u32 end = (32 - __clz(copied)) * a.segment_vectors;
         u64 turn = 0;
+        if (lane == 0 && end && a.pace && a.pace_mean) // all of them at once: in the long run that makes no difference
+            await_turn(a.pace + 8, take_turn(a.pace + 8, a.pace_credit, end * a.pace_mean >> 8));
 #else
         const u32 end = total;
 #endif
@@ -173,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(1024) KERNEL(const CopyArgs args)
 #ifdef PACED
             const bool first_of_unit = lane == 0 && step % UNIT == 0 && a.pace && a.pace_cost;
             if (first_of_unit)
-                turn = take_turn(a, end - step < UNIT ? end - step : UNIT);
+                turn = take_turn(a.pace, a.pace_slack, UNIT_AT(step) * a.pace_cost >> 8);
 #endif
             vec_t r[UNROLL] = {};
             u32 valid = 0;
@@ -188,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(1024) KERNEL(const CopyArgs args)
             }
 #ifdef PACED
             if (first_of_unit)
-                await_turn(a, turn);
+                await_turn_beside(a, turn, UNIT_AT(step));
 #endif
             // The lane read anew: positions computed again cost less than the registers that would hold them.
             u32 lane_again;

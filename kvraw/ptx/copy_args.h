@@ -44,6 +44,10 @@ struct CopyArgs {
     u64 pace;        // address of the time from which on the link is free, in sixteenths of a nanosecond; 0: no pace
     u64 pace_slack;  // how much of an idle link's time may be made up for
     u64 pace_cost;   // time that 256 vectors take; 0: no pace
+    u64 pace_mean;   // what 256 vectors take in the long run, by the time behind that one; 0: no more
+    u64 pace_credit; // how much of an idle link's time may be made up for in the long run
+    u64 pace_other;  // address of the time of the link's other direction
+    u64 pace_extra;  // what 256 vectors take longer while that is in use
     u32 shift[DIMS];
     u32 split_shift;
     u32 segment_vectors; // at most 128
@@ -58,5 +62,6 @@ struct CopyArgs {
         AT(s.stride), AT(s.table_stride), AT(s.page_shift), AT(s.flags)
 extern "C" __device__ const u32 kvraw_copy_layout[] = {
     SIDE_AT(src), SIDE_AT(dst), AT(size), AT(magic), AT(split), AT(split_magic), AT(run_vectors), AT(segments),
-    AT(first_item), AT(status), AT(pace), AT(pace_slack), AT(pace_cost), AT(shift), AT(split_shift), AT(segment_vectors),
-    AT(vector_magic), AT(reserved), AT(words), (u32)sizeof(CopyArgs)};
+    AT(first_item), AT(status), AT(pace), AT(pace_slack), AT(pace_cost), AT(pace_mean), AT(pace_credit), AT(pace_other),
+    AT(pace_extra), AT(shift), AT(split_shift), AT(segment_vectors), AT(vector_magic), AT(reserved), AT(words),
+    (u32)sizeof(CopyArgs)};

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvraw.arrays import IndexVector
+from kvraw.copying import kernel_args as ka
 from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
-from kvraw.copying.kernel import KernelPlan
+from kvraw.copying.kernel import PACED_THREADS, KernelPlan
 from kvraw.copying.operands import Operands
-from kvraw.copying.pace import LEAST_RATE, WAYS, paced_rate
+from kvraw.copying.pace import LEAST_RATE, WAYS, both_ways, paced_rate
 from kvraw.copying.plan import CopyPlan, Side
+from kvraw.copying.planner import RateLimit
 from kvraw.errors import BoundsError
 from kvraw.runtime.context import DeviceScope
 from tests.emulator.fake_driver import FakeDriver
@@ -119,22 +121,36 @@ def test_a_bound_launch_keeps_to_a_rate(device: int) -> None:
     case.expect(list(range(16))[::-1])
 
 
-def test_a_rate_that_is_written_into_a_bound_launch(fake: FakeDriver) -> None:
-    """The words that `KernelPlan.enqueue` writes, for the same width and rate."""
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rate", [5e9, 45e9])
+def test_the_words_of_a_pace(fake: FakeDriver, busy: bool, way: str, rate: float) -> None:
+    """A bound launch has those of one that is enqueued; the other direction counts where there is other work."""
     case = Rows(0, 16, 48, 16, True)
+    case.kernel = KernelPlan(case.kernel.plan, limit=RateLimit(busy))
+    case.start([1], rate, way).wait()
     with DeviceScope(0):
-        launch = case.kernel.bind(case.state, (case.tables()[0], 1), (), 0, 16, 0, link=True, rate=5e9)
+        launch = case.kernel.bind(case.state, (case.tables()[0], 1), (), 0, 16, 0, link=True, rate=rate, way=way)
+        places = [case.state.paces.address(w) for w in (way, {"store": "load", "load": "store"}.get(way, way))]
     assert launch is not None
-    assert launch.pace_word(0) == 0
-    assert launch.pace_word(10e9) == pytest.approx(launch.pace_word(5e9) / 2, abs=1)
-    assert launch.pace_word(5e9) == round(256 * 16 * 16 / 5)
-    with pytest.raises(BoundsError, match="rate is 5"):
-        launch.pace_word(5)
+    assert launch.threads <= PACED_THREADS[way]
+    both = min(rate, 0.55 * 55e9) if busy and way != "copy" else rate
+    mean = min(rate, {"store": 0.66, "load": 0.9}[way] * 55e9) if busy and way != "copy" else rate
+    costs = [round(256 * 16 * 16e9 / r) for r in (rate, mean, both)]
+    want = [*places, 4000 * 16, costs[0], costs[1] * (mean < rate), costs[2]]
+    for words in (launch.block.words, case.kernel._block.words):
+        found = [
+            int(words[k]) for k in (ka.PACE, ka.PACE_OTHER, ka.PACE_SLACK, ka.PACE_COST, ka.PACE_MEAN, ka.PACE_EXTRA)
+        ]
+        found[-1] += found[-3]
+        assert found == want
 
 
 def test_the_default_is_a_share_of_the_link() -> None:
-    assert 0.5 * 25e9 < paced_rate("store", 25e9) < 0.9 * 25e9
-    assert paced_rate("store") > paced_rate("store", 25e9)
+    for way in ("store", "load"):
+        assert both_ways(way, paced_rate(way, 25e9)) == pytest.approx(0.55 * 25e9)
+        assert 0.55 * 25e9 < paced_rate(way, 25e9) < 25e9
+        assert paced_rate(way) > paced_rate(way, 25e9)
 
 
 @pytest.mark.gpu

@@ -62,6 +62,37 @@ def test_what_is_left_out_takes_no_turns(kept: int) -> None:
     assert int(word[0] - begin) == kept * 2 * 4  # a vector each, of two runs
 
 
+@pytest.mark.parametrize(
+    ("other", "used"),
+    [(None, False), (0, True), (1000, True), (-10_000, True), (-30_000, False), (10**8, False), (-(10**9), False)],
+)
+def test_the_link_s_other_direction(other: int | None, used: bool) -> None:
+    """Turns take longer while its time, in ns from now or never, is not far from now."""
+    copy, words = Copy(16, 16, 4), np.zeros(2, np.uint64)
+    copy.memory.add_array(words, "pace")
+    turn = copy.memory.nanoseconds + 10_000
+    words[0] = begin = np.uint64(turn * ka.TICKS % 2**64)
+    if other is not None:
+        words[1] = np.uint64((turn + other) * ka.TICKS % 2**64)
+    at, kept = words.ctypes.data, words[1]
+    run(copy, 16, 1, 32, pace=at, cost=256, other=at + 8, extra=512)
+    assert int(words[0] - begin) == 16 * 2 * 4 * (3 if used else 1)
+    assert words[1] == kept
+
+
+@pytest.mark.parametrize("credit", [0, 100_000, 10**8])
+def test_the_long_run(credit: int) -> None:
+    """Turns by a rate, and by a lower one for which more idle time is made up for."""
+    copy, words = Copy(16, 60, 1000), np.zeros(2, np.uint64)
+    copy.memory.add_array(words, "pace")
+    begin, vectors = copy.memory.nanoseconds, 60 * 2 * 1000
+    run(copy, 16, 2, 512, pace=words.ctypes.data, cost=256 * 16, mean=256 * 64, credit=credit * ka.TICKS)
+    took = copy.memory.nanoseconds - begin
+    assert took >= max(vectors, 4 * vectors - credit) - 8 * 1000
+    # All warps go in step here, so none waits while others copy: what they copy is idle time of the long run.
+    assert took < 4 * vectors - min(credit, 3 * vectors) + vectors + 50_000
+
+
 def test_without_a_word_there_is_no_pace() -> None:
     run(Copy(16, 5, 7), 16, 1, 64, cost=7)
 

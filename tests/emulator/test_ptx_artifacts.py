@@ -56,7 +56,8 @@ class Side:
 
 
 def argument_block(src: Side, dst: Side, sizes: list[int], items: int, run_vectors: int, status: int, words: list[int],
-                   pace: int = 0, slack: int = 0, cost: int = 0):  # fmt: skip
+                   pace: int = 0, slack: int = 0, cost: int = 0, mean: int = 0, credit: int = 0,
+                   other: int = 0, extra: int = 0):  # fmt: skip
     sizes = [*sizes, *[1] * (DIMS - len(sizes))]
     per_segment = min(run_vectors, 128)
     split = -(-run_vectors // per_segment)
@@ -65,7 +66,8 @@ def argument_block(src: Side, dst: Side, sizes: list[int], items: int, run_vecto
     segments = items * int(np.prod(sizes)) * split
     block = src.pack() + dst.pack()
     block += struct.pack("<4Q4Q", *sizes, *(m for m, _ in dividers))
-    block += struct.pack("<9Q", split, split_magic, run_vectors, segments, 0, status, pace, slack, cost)
+    block += struct.pack("<6Q", split, split_magic, run_vectors, segments, 0, status)
+    block += struct.pack("<7Q", pace, slack, cost, mean, credit, other, extra)
     block += struct.pack("<4I", *(s for _, s in dividers))
     block += struct.pack("<4I", split_shift, per_segment, -(-(1 << 31) // per_segment), 0)
     return block + struct.pack(f"<{WORDS}Q", *words, *[0] * (WORDS - len(words)))
