@@ -83,7 +83,7 @@ class PaceWords:
     def __init__(self, device: int) -> None:
         self._device, self._lock = device, fork.lock()
         self._addresses: dict[str, int] = {}
-        self._refs: tuple[object, ...] = ()
+        self._memory: DeviceBuffer | None = None
 
     def address(self, way: str) -> int:
         """Where the word of a direction lies; the device's context is current."""
@@ -93,9 +93,9 @@ class PaceWords:
     def _make(self) -> dict[str, int]:
         with self._lock:
             if not self._addresses:
-                memory, stream = DeviceBuffer(_APART * len(WAYS), self._device), Stream(self._device)
+                memory = self._memory = DeviceBuffer(_APART * len(WAYS), self._device)
                 # Nothing waits for it: a kernel that came sooner would find any time, and set right what is far ahead.
-                driver().memset_async(memory.address, 0, memory.nbytes, stream.handle)
-                self._refs = memory, stream
+                with Stream(self._device) as stream:
+                    driver().memset_async(memory.address, 0, memory.nbytes, stream.handle)
                 self._addresses = {way: memory.address + _APART * k for k, way in enumerate(WAYS)}
         return self._addresses

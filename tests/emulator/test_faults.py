@@ -172,10 +172,13 @@ def test_every_call_may_fail(scenario: Callable[[World], None]) -> None:
             world.stream.synchronize()
             after = fake.live()
             if name not in GIVING_BACK and not name.startswith("context"):
-                # What stays is kept for later calls: events, a page of status words, two buffers for tables.
-                assert after["blocks"] - live["blocks"] <= 3, (name, nth, live, after)
+                # What stays is kept for later calls: events, a page of status words, two buffers for tables, the words of the pace.
+                assert after["blocks"] - live["blocks"] <= 4, (name, nth, live, after)
                 assert after["streams"] == live["streams"], (name, nth)
-                assert after["pending"] == 0, (name, nth)
+                assert {op.call for op in fake.pending()} <= {"memset_async"}, (
+                    name,
+                    nth,
+                )  # of words that nobody waits for
             assert len(fake.violations) == 0
             scenario(world)
             kept = fake.live()
@@ -213,7 +216,7 @@ def test_a_kernel_out_of_bounds_is_named() -> None:
     with installed(FakeDriver()):
         world = small_world()
         world.cache.bases = world.cache.bases + np.uint64(1 << 40) * (np.arange(len(world.cache.bases)) == 1)
-        with pytest.raises(Exception, match=r"kvraw_copy_v16(.|\n)*(lane|thread)"):
+        with pytest.raises(Exception, match=r"kvraw_copy_paced_v16(.|\n)*(lane|thread)"):
             kvraw.store(world.cache, world.chunks, [3], stream=world.stream).wait()
 
 

@@ -222,7 +222,9 @@ def test_compiled_copies_are_those_of_numpy(
         borders = [*cuts, *(paged.bases.tolist() if apart else ())]
         for to, at, n in rows_of(got):
             assert not any(begin < border < begin + n for begin in (to, at) for border in borders)
-        assert len(got) <= len(want)
+        # Neighbouring items on two pages may stay apart, though their bytes touch where pages do.
+        crossings = sum(b == a + 1 for a, b in itertools.pairwise(values.tolist())) if by == "slot" else 0
+        assert len(got) <= len(want) + crossings * turned.runs_per_item
 
 
 def rows_of(d: Descriptors) -> list[tuple[int, int, int]]:
