@@ -24,6 +24,7 @@ from kvraw.plain import fault, unusable
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
+from kvraw.runtime.memory import locate
 from kvraw.runtime.stream import capturing
 
 __all__ = ["INTS", "WARPS", "End", "Ids", "Numbers", "default_quota", "launch", "transfer"]
@@ -252,7 +253,10 @@ def _launch_anew(
     pinned = (*ready.src.pinned, *ready.dst.pinned)
     lasting = lasting and all(number for _, number in pinned)
     if lasting and not captured and not any(e[0] == "table" and not e[2][0].is_cuda for e in (src, dst)):
-        bound = ready.bound or IndexedLaunch(state, ready.copy, ends, (at[1], to[1]), pinned=pinned)
+        bound = ready.bound
+        if bound is None:
+            way = _way(src, dst, ready)
+            bound = IndexedLaunch(state, ready.copy, ends, (at[1], to[1]), pinned=pinned, way=way)
         state.bound[_NAME].keep(key, ready._replace(bound=bound))
         if bound.enqueue(stream, at[0], to[0], count, on_error=pending_of(device), refs=refs) is not None:
             return
@@ -263,11 +267,33 @@ def _launch_anew(
     ]
     operation = state.completions.begin(stream, captured=captured)
     try:
-        ready.copy.enqueue(state, operation, *operands, 0, count, link=True, on_error=pending_of(device))
+        way = _way(src, dst, ready)
+        ready.copy.enqueue(state, operation, *operands, 0, count, link=True, way=way, on_error=pending_of(device))
         operation.commit(refs)
     except BaseException:
         operation.abort()
         raise
+
+
+_WAYS: dict[tuple[bool | None, bool | None], str] = {
+    (False, True): "store",
+    (True, False): "load",
+    (False, False): "copy",
+}
+
+
+def _way(src: End, dst: End, ready: _Ready) -> str:
+    """By which side is host memory: "store", "load", "copy" (none); empty: both are, or a table does not say yet."""
+    sides = _in_host_memory(src, ready.src), _in_host_memory(dst, ready.dst)
+    return _WAYS.get(sides, "")
+
+
+def _in_host_memory(end: End, side: PlacedSide) -> bool | None:
+    if end[0] != "table":
+        return bool(side.pinned)
+    table = end[2][0]
+    first = pointer_tables.first_address(table) if table.is_cuda else int(tensors.table_array(table)[0])
+    return None if not first else locate(first, 1).device is None
 
 
 def _tables(src: End, dst: End) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ _KINDS = 64  # kinds of calls of a plan whose arrangement is kept
 # These reach any rate worth keeping to, and more of them are worse neighbours at the same rate: where thread blocks
 # take a multiprocessor's registers, other work finds no room on it.
 PACED_CTAS = 2
-PACED_THREADS = {"store": 512, "load": 1024, "copy": 1024}
+PACED_THREADS = {"store": 768, "load": 1024, "copy": 1024}
 LINK_CTAS = 16  # saturates PCIe 5 x16 on an H200 with margin (benchmarks/README.md)
 _SIDES = ("src", "dst")
 

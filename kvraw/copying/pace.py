@@ -29,7 +29,7 @@ LINK = 55e9  # bytes a second each way, where nobody measured: PCIe 5 x16
 SHARE = {"store": 0.755, "load": 0.9, "copy": 0.0}
 # What they may take of it in the long run, with one transfer behind the other. Of gaps, as between transfers that are
 # waited for, `CREDIT` at most is made up for.
-MEAN = {"store": 0.66, "load": 0.9}
+MEAN = {"store": 0.69, "load": 0.9}
 CREDIT = 150_000  # ns
 BOTH = 0.55  # of the link each way, while both directions are in use
 OTHER_WAY = {"store": "load", "load": "store"}

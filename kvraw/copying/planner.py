@@ -167,8 +167,8 @@ BUILT_IN = Profile(
         "kernel load": ((16, 23.0), (128, 50.7), (1 << 20, 51.1)),
         "staged store": ((16, 52.9), (128, 53.9), (1 << 20, 53.9)),
         "staged load": ((16, 47.0), (128, 53.9), (1 << 20, 53.9)),
-        "copy store": ((2048, 2.1), (8192, 8.6), (32768, 33.0), (131072, 55.2), (1 << 20, 55.2)),
-        "copy load": ((2048, 1.1), (8192, 2.9), (32768, 30.0), (131072, 55.2), (1 << 20, 55.2)),
+        "copy store": ((2048, 2.1), (8192, 8.6), (32768, 46.0), (131072, 55.2), (1 << 20, 55.2)),
+        "copy load": ((2048, 1.1), (8192, 2.9), (32768, 45.0), (131072, 55.2), (1 << 20, 55.2)),
     },
     latency={"kernel": 45.0, "copy": 110.0, "staged": 90.0},
 )
@@ -206,7 +206,12 @@ class RateLimit(NamedTuple):
         return cls(neighbour == "busy", float(max_rate))
 
     def rate(self, device: int, way: str) -> float:
-        """Bytes a second that a kernel keeps to; where it is not known which way it copies, as if it stored."""
+        """Bytes a second that a kernel keeps to; where it is not known which way it copies, as if it stored.
+
+        "copy" is between device memory, where it keeps to none.
+        """
+        if way == "copy":
+            return 0.0
         paced = profile_for(device).paced[way if way in DIRECTIONS else "store"] * 1e9 if self.busy else 0.0
         return min(paced, self.most) if paced and self.most else paced or self.most
 

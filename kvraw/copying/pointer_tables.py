@@ -14,18 +14,18 @@ from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import at_reset
 from kvraw.runtime.stream import capturing
 
-__all__ = ["UNKNOWN", "ask_for_bits", "device_table_bits", "known_bits"]
+__all__ = ["UNKNOWN", "ask_for_bits", "device_table_bits", "first_address", "known_bits"]
 
 
 class _Table:
     """What is known of one pointer table on a device."""
 
-    __slots__ = ("asked", "bits", "pending", "ref", "state")
+    __slots__ = ("asked", "bits", "first", "pending", "ref", "state")
 
     def __init__(self, tensor: Any, key: int, state: tuple[int, int]) -> None:
         self.ref = weakref.ref(tensor, lambda _: _tables.pop(key, None))
         self.state = state
-        self.bits, self.asked = 8, False
+        self.bits, self.first, self.asked = 8, 0, False
         self.pending: Completion | None = None  # what brings the answer
 
 
@@ -67,8 +67,15 @@ def ask_for_bits(group: Iterable[Any], state: DeviceState, stream: int) -> int:
     return bits & 15
 
 
+def first_address(tensor: Any) -> int:
+    """The first address of a table on a device, where `known_bits` knows the table; else 0."""
+    table = _tables.get(id(tensor))
+    return 0 if table is None or table.ref() is not tensor else table.first
+
+
 def _learn(table: _Table, upload: Upload, count: int) -> Exception | None:
     table.bits = int(np.bitwise_or.reduce(upload.words[:count]))
+    table.first = int(upload.words[0]) if count else 0
     return None
 
 

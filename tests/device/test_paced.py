@@ -135,7 +135,7 @@ def test_the_words_of_a_pace(fake: FakeDriver, busy: bool, way: str, rate: float
     assert launch is not None
     assert launch.threads <= PACED_THREADS[way]
     both = min(rate, 0.55 * 55e9) if busy and way != "copy" else rate
-    mean = min(rate, {"store": 0.66, "load": 0.9}[way] * 55e9) if busy and way != "copy" else rate
+    mean = min(rate, {"store": 0.69, "load": 0.9}[way] * 55e9) if busy and way != "copy" else rate
     costs = [round(256 * 16 * 16e9 / r) for r in (rate, mean, both)]
     want = [*places, 4000 * 16, costs[0], costs[1] * (mean < rate), costs[2]]
     for words in (launch.block.words, case.kernel._block.words):

@@ -172,7 +172,8 @@ def test_every_call_may_fail(scenario: Callable[[World], None]) -> None:
             world.stream.synchronize()
             after = fake.live()
             if name not in GIVING_BACK and not name.startswith("context"):
-                # What stays is kept for later calls: events, a page of status words, two buffers for tables, the words of the pace.
+                # What stays is kept for later calls: events, a page of status words, two buffers for tables, and the
+                # words of the pace.
                 assert after["blocks"] - live["blocks"] <= 4, (name, nth, live, after)
                 assert after["streams"] == live["streams"], (name, nth)
                 assert {op.call for op in fake.pending()} <= {"memset_async"}, (
