@@ -101,7 +101,21 @@ REGISTER_BYTES = Variable(
     "KVRAW_REGISTER_BYTES", _register_bytes, 2 << 30, "bytes of host memory per registration with the driver"
 )
 
-VARIABLES: tuple[Variable[str] | Variable[int], ...] = (
+SERVED = ("lmcache", "sglang", "vllm")
+
+
+def _served(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if set(names) - set(SERVED):
+        raise ValueError(f"must be names of {', '.join(SERVED)}, with commas between them")
+    return names
+
+
+DISABLE: Variable[tuple[str, ...]] = Variable(
+    "KVRAW_DISABLE", _served, (), f"engines whose plugin managers get nothing from kvraw, of {', '.join(SERVED)}"
+)
+
+VARIABLES: tuple[Variable[str] | Variable[int] | Variable[tuple[str, ...]], ...] = (
     ENGINE,
     CPU_THREADS,
     MAX_BATCH,
@@ -111,6 +125,7 @@ VARIABLES: tuple[Variable[str] | Variable[int], ...] = (
     STAGING_DEPTH,
     HOST_THREADS,
     REGISTER_BYTES,
+    DISABLE,
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from kvraw.adapters import sglang_direct as direct
 from kvraw.adapters.sglang_jit import (
     copy_all_layer_kv_cache_cpu,
+    get_device_accessible_ptr,
     transfer_embedding_ranges_direct,
     transfer_hicache_all_layer,
     transfer_hicache_all_layer_mla,
@@ -28,12 +29,13 @@ from kvraw.adapters.sglang_staged import (
     transfer_hicache_all_layer_mla_staged_lf_pf,
     transfer_hicache_all_layer_staged_lf_pf,
 )
-from kvraw.adapters.stand_in import stand_in
+from kvraw.adapters.stand_in import put, stand_in
 
 __all__ = [
     "can_use_hicache_jit_kernel",
     "can_use_write_back_jit_kernel",
     "copy_all_layer_kv_cache_cpu",
+    "get_device_accessible_ptr",
     "install",
     "is_hip",
     "transfer_embedding_ranges_direct",
@@ -61,14 +63,27 @@ __all__ = [
     "transfer_kv_per_layer_ph_lf",
 ]
 
+_JIT = "sglang.kernels.ops.kvcache.hicache", "sglang.jit_kernel.hicache"  # now, and in earlier versions
+
 
 def install() -> None:
     """Make SGLang use kvraw in this process: ``sgl_kernel.kvcacheio`` becomes the operations here.
 
-    So do those of its names that ``sgl_kernel`` itself has. All else stays its own, and where it is absent or does not
+    So do those of its names that ``sgl_kernel`` itself has, and those that SGLang compiles where it finds nvcc
+    (``sglang.kernels.ops.kvcache.hicache``). All else stays its own, and where ``sgl_kernel`` is absent or does not
     load, importing it fails as ever. Call it before ``sgl_kernel`` is imported: it imports nothing itself. Idempotent.
     """
-    stand_in("sgl_kernel", ("kvcacheio",), lambda: {name: globals()[name] for name in __all__ if name != "install"})
+    stand_in("sgl_kernel", ("kvcacheio",), _names)
+    for module in _JIT:
+        put(module, _compiled)
+
+
+def _compiled() -> dict[str, Any]:
+    return {name: value for name, value in _names().items() if name.startswith(("transfer_hicache", "can_use"))}
+
+
+def _names() -> dict[str, Any]:
+    return {name: globals()[name] for name in __all__ if name != "install"}
 
 
 def is_hip() -> bool:

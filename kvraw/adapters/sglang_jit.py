@@ -14,6 +14,7 @@ from kvraw.arrays import I64, index_vector
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.errors import BoundsError, LayoutError, PlacementError
 from kvraw.prepared import PreparedCopy
+from kvraw.runtime.context import DeviceScope
 
 
 def _row_stride(name: str, tensor: Any, dim: int) -> int:
@@ -72,6 +73,7 @@ def _all_layer(
 def transfer_hicache_one_layer(
     k_cache_dst: Any, v_cache_dst: Any, indices_dst: Any, k_cache_src: Any, v_cache_src: Any, indices_src: Any,
     *, element_dim: int | None = None, unroll: int | None = None, block_quota: int | None = None,
+    page_size: int | None = None,
 ) -> None:
     """One layer of K and V, the destination first; rows may have gaps between them. `unroll` has no meaning here."""
     _one_layer(
@@ -82,6 +84,7 @@ def transfer_hicache_one_layer(
 def transfer_hicache_one_layer_mla(
     cache_dst: Any, indices_dst: Any, cache_src: Any, indices_src: Any,
     *, element_dim: int | None = None, unroll: int | None = None, block_quota: int | None = None,
+    page_size: int | None = None,
 ) -> None:
     """One layer of one plane, the destination first; rows may have gaps between them. `unroll` has no meaning here."""
     _one_layer((cache_dst,), indices_dst, (cache_src,), indices_src, element_dim, block_quota)
@@ -90,7 +93,7 @@ def transfer_hicache_one_layer_mla(
 def transfer_hicache_all_layer(
     k_ptr_dst: Any, v_ptr_dst: Any, indices_dst: Any, k_ptr_src: Any, v_ptr_src: Any, indices_src: Any,
     *, kv_cache_src_stride_bytes: int, kv_cache_dst_stride_bytes: int, element_size: int | None = None,
-    unroll: int | None = None, block_quota: int | None = None,
+    unroll: int | None = None, block_quota: int | None = None, page_size: int | None = None,
 ) -> None:
     """All layers by tables of addresses, the destination first, each side with its own stride of tokens."""
     dst, src = (k_ptr_dst, v_ptr_dst), (k_ptr_src, v_ptr_src)
@@ -101,7 +104,7 @@ def transfer_hicache_all_layer(
 def transfer_hicache_all_layer_mla(
     ptr_dst: Any, indices_dst: Any, ptr_src: Any, indices_src: Any,
     *, cache_src_stride_bytes: int, cache_dst_stride_bytes: int, element_size: int | None = None,
-    unroll: int | None = None, block_quota: int | None = None,
+    unroll: int | None = None, block_quota: int | None = None, page_size: int | None = None,
 ) -> None:
     """All layers of one plane by tables of addresses, the destination first, each side with its own stride."""
     strides = cache_src_stride_bytes, cache_dst_stride_bytes
@@ -122,6 +125,14 @@ def transfer_embedding_ranges_direct(
     """Ranges of rows of one tensor to ranges of another, by the copy engine."""
     starts = _numbers("src_starts", src_starts), _numbers("dst_starts", dst_starts)
     copy_ranges(src, dst, starts, _numbers("lengths", lengths))
+
+
+def get_device_accessible_ptr(tensor: Any, device_index: int) -> int:
+    """Address at which a GPU sees a tensor's memory, for tables of addresses that its kernels read."""
+    if tensor.is_cuda:
+        return int(tensor.data_ptr())
+    with DeviceScope(device_index):
+        return tensors.mapped_address("tensor", int(tensor.data_ptr()))
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs: Any, strides: Any, tgt_loc: Any, src_loc: Any) -> None:

@@ -31,8 +31,10 @@ _NAMES = ("staging", "dst")
 _taken: set[tuple[object, object]] = set()  # types of both indices
 
 
-def can_use_hicache_jit_kernel(*, element_size: int, unroll: int | None = None, block_quota: int | None = None) -> bool:
-    """Whether the ``transfer_hicache_*`` operations take rows of this many bytes."""
+def can_use_hicache_jit_kernel(
+    *, element_size: int, unroll: int | None = None, block_quota: int | None = None, page_size: int | None = None
+) -> bool:
+    """Whether the ``transfer_hicache_*`` operations take rows of this many bytes, in pages of any size."""
     return element_size > 0 and element_size % 8 == 0
 
 

@@ -11,7 +11,7 @@ from importlib.util import module_from_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["amend", "stand_in"]
+__all__ = ["amend", "put", "stand_in"]
 
 _log = logging.getLogger("kvraw")
 
@@ -40,6 +40,28 @@ def amend(module: str, change: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _Amender(module, change))
     if module in sys.modules:
         change(sys.modules[module])
+
+
+def put(module: str, names: Names) -> None:
+    """Put these names in the place of those that a module has, whenever it is loaded; those it has not are left out.
+
+    Where it is loaded already, the other modules of its package that took a function from it get the new one. Nothing
+    is imported for it. Idempotent.
+    """
+    amend(module, lambda loaded: _put(loaded, names()))
+
+
+def _put(module: ModuleType, names: dict[str, Any]) -> None:
+    package = f"{module.__name__.partition('.')[0]}."
+    for name, value in names.items():
+        theirs = vars(module).get(name, value)
+        if theirs is value:
+            continue
+        setattr(module, name, value)
+        for other, taker in list(sys.modules.items()) if callable(theirs) else ():
+            if other.startswith(package) and isinstance(taker, ModuleType):
+                for taken in [key for key, held in list(vars(taker).items()) if held is theirs]:
+                    setattr(taker, taken, value)
 
 
 class _StandIn(ModuleType):

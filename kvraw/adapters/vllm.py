@@ -193,6 +193,11 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
             f"src_ptrs, dst_ptrs and sizes have {len(source)}, {len(target)} and {len(nbytes)} entries, must have the "
             f"same number"
         )
+    copy_batch(source, target, nbytes)
+
+
+def copy_batch(source: U64, target: U64, nbytes: U64, stream: int | None = None) -> None:
+    """The same with vectors, on a stream that is named, or the current one."""
     if not len(nbytes):
         return
     least, largest = extremes(nbytes)
@@ -223,7 +228,7 @@ def swap_blocks_batch(src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_or
         memcpy_batch(target, source, nbytes)
         return
     (device,) = devices
-    stream, state = tensors.current_stream(device), device_state(device)
+    stream, state = tensors.current_stream(device) if stream is None else stream, device_state(device)
     if pending(state):
         raise_deferred(device, stream)
     with DeviceScope(device):
