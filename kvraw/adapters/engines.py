@@ -103,9 +103,18 @@ def _is_known(engine: Engine, version: str) -> bool:
     return numbers[: len(engine.first)] >= engine.first and (0,) < numbers[: len(engine.last)] <= engine.last
 
 
+def _torch() -> Any:
+    """Torch, which the engines need; None where it is not there."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch
+
+
 def _other_device() -> str:
     """What torch is built for, where that is neither CUDA nor the CPU; else empty."""
-    torch: Any = sys.modules.get("torch")
+    torch = _torch()
     if torch is None:
         return ""
     if getattr(torch.version, "hip", None):
@@ -142,9 +151,14 @@ def _vllm() -> None:
 
 
 def _lmcache() -> None:
-    from kvraw.adapters import lmcache, lmcache_pinning
+    from kvraw.adapters import lmcache_pinning
+    from kvraw.adapters.lmcache._stand_in import install, install_cpu
 
-    lmcache.install()
+    torch = _torch()
+    if torch is None or not torch.cuda.is_available():  # LMCache asks the same while it is being imported
+        install_cpu()
+        return
+    install()
     lmcache_pinning.install()
 
 

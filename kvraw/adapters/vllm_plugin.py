@@ -35,7 +35,7 @@ class BatchMemcpyParams(NamedTuple):
 def _ends(caches: dict[str, Any]) -> tuple[U64, U64, int]:
     held = list(caches.values())
     bases = np.array([t.data_ptr() for t in held], np.uint64)
-    steps = np.array([t.stride(0) * t.element_size() for t in held], np.uint64)
+    steps = np.array([int(t.stride()[0]) * t.element_size() for t in held], np.uint64)
     return bases, steps, min((int(t.shape[0]) for t in held), default=0)
 
 

@@ -14,9 +14,10 @@ MIXED = "src_k_layers dst_k src_v_layers dst_v src_indices dst_indices"
 ONE = "src dst src_indices dst_indices"
 TAIL = "block_quota=2 num_warps_per_block=32"
 LATER = "block_quota=None num_warps_per_block=32"
-HICACHE = "* element_dim=None unroll=None block_quota=None"
+HICACHE = "* element_dim=None unroll=None block_quota=None page_size=None"
 STAGED = "element_size=None unroll=None block_quota=None"
 WANT = {
+    "get_device_accessible_ptr": "tensor device_index",
     "install": "",
     "is_hip": "",
     "transfer_kv_per_layer": f"{KV} item_size {TAIL}",
@@ -46,7 +47,7 @@ WANT = {
     "transfer_hicache_one_layer_mla": f"cache_dst indices_dst cache_src indices_src {HICACHE}",
     "transfer_hicache_all_layer": (
         "k_ptr_dst v_ptr_dst indices_dst k_ptr_src v_ptr_src indices_src * kv_cache_src_stride_bytes "
-        "kv_cache_dst_stride_bytes element_size=None unroll=None block_quota=None"
+        "kv_cache_dst_stride_bytes element_size=None unroll=None block_quota=None page_size=None"
     ),
     "transfer_hicache_all_layer_staged_lf_pf": (
         f"k_ptr_src v_ptr_src src_indices dst_indices staging_k staging_v dst_k dst_v * page_size {STAGED}"
@@ -54,11 +55,11 @@ WANT = {
     "transfer_hicache_all_layer_mla_staged_lf_pf": (
         f"ptr_src src_indices dst_indices staging dst * page_size {STAGED}"
     ),
-    "can_use_hicache_jit_kernel": "* element_size unroll=None block_quota=None",
+    "can_use_hicache_jit_kernel": "* element_size unroll=None block_quota=None page_size=None",
     "can_use_write_back_jit_kernel": "* element_size unroll=None block_quota=None",
     "transfer_hicache_all_layer_mla": (
         "ptr_dst indices_dst ptr_src indices_src * cache_src_stride_bytes cache_dst_stride_bytes element_size=None "
-        "unroll=None block_quota=None"
+        "unroll=None block_quota=None page_size=None"
     ),
 }
 

@@ -23,7 +23,7 @@ def run(tmp_path: Path, files: dict[str, str], code: str) -> None:
         (tmp_path / name).write_text(text)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"import importlib, sys\n{code}"],
+        [sys.executable, "-W", "error", "-c", f"import importlib, sys\nsys.path.remove('')\n{code}"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -162,16 +162,17 @@ DEVICES = {"/".join([*PARTS[:n], "__init__.py"]): "" for n in range(2, len(PARTS
 
 @pytest.mark.parametrize("first", [BEFORE, f"import lmcache\n{LMCACHE}\n{LMCACHE}\n"], ids=["before", "after"])
 def test_the_devices_of_a_machine_without_a_gpu(tmp_path: Path, first: str) -> None:
-    """Operations that their class has become those here; its types, what only it has, and the class behind it stay."""
+    """Operations that a device's class has become those here; its types, what only it has, and the classes stay."""
     code = f"""
 from {HOME}.device_ops import CpuDeviceOps, DeviceOps
 found = lmcache.device_ops
-assert found.alloc_pinned_ptr is ours.alloc_pinned_ptr is CpuDeviceOps.alloc_pinned_ptr
+assert found.alloc_pinned_ptr is ours.alloc_pinned_ptr is CpuDeviceOps().alloc_pinned_ptr
+assert CpuDeviceOps.alloc_pinned_ptr is DeviceOps.alloc_pinned_ptr
 assert found.multi_layer_kv_transfer is ours.multi_layer_kv_transfer
 assert found.encode_of_theirs() == found.tensor_from_ptr() == DeviceOps().alloc_pinned_ptr(1) == "theirs"
 assert found.TransferDirection is int and not hasattr(found, "execute_cb_retrieve_plan_flat")
 importlib.reload(sys.modules["{HOME}.device_ops"])
-assert sys.modules["{HOME}.device_ops"].CpuDeviceOps.alloc_pinned_ptr is ours.alloc_pinned_ptr
+assert sys.modules["{HOME}.device_ops"].CpuDeviceOps().alloc_pinned_ptr is ours.alloc_pinned_ptr
 """
     run(tmp_path, DEVICES, first + code)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from types import ModuleType
 from typing import Any
 
 from kvraw.adapters.stand_in import amend, stand_in
 
-__all__ = ["install"]
+__all__ = ["install", "install_cpu"]
 
 _CPU = "lmcache.v1.platform.devices.cpu.device_ops"
 
@@ -21,6 +23,11 @@ def install() -> None:
     (``lmcache.device_ops``) become those here. Names that kvraw does not have stay LMCache's own. Idempotent.
     """
     stand_in("lmcache", ("c_ops", "cuda_ops"), _names, there=("c_ops",))
+    install_cpu()
+
+
+def install_cpu() -> None:
+    """The part of `install` that is for CPU devices. Idempotent."""
     amend(_CPU, _bind)
 
 
@@ -31,8 +38,28 @@ def _names() -> dict[str, Any]:
 
 
 def _bind(module: ModuleType) -> None:
-    """Give the class of CPU devices the operations here in the place of those that it has; its types stay."""
-    home = getattr(module, "CpuDeviceOps", None)
-    for name, value in _names().items() if isinstance(home, type) else ():
-        if callable(value) and not isinstance(value, type) and callable(getattr(home, name, None)):
-            setattr(home, name, staticmethod(value))
+    """Give CPU devices the operations here in the place of those that their class has; its types stay.
+
+    Each device has them as its own attributes, as LMCache's other devices have those of compiled modules.
+    """
+    home: Any = getattr(module, "CpuDeviceOps", None)
+    if not isinstance(home, type):
+        return
+    made: Any = home.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        _give(self)
+
+    if not hasattr(made, "__wrapped__"):
+        home.__init__ = init  # type: ignore[misc]
+    there = getattr(sys.modules.get("lmcache"), "device_ops", None)
+    if isinstance(there, home):
+        _give(there)
+
+
+def _give(device: Any) -> None:
+    for name, value in _names().items():
+        if callable(value) and not isinstance(value, type) and callable(getattr(device, name, None)):
+            setattr(device, name, value)

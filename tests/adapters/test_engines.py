@@ -1,0 +1,210 @@
+"""Entry points: small packages with the engines' plugin managers, in processes of their own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import kvraw
+from kvraw import config
+from kvraw.adapters import engines, vllm_plugin
+from kvraw.adapters.engines import ENGINES, Engine
+from tests.adapters.test_stand_in import ROOT, run
+from tests.helpers.torch_like import TorchLike
+
+CUDA = "lmcache/v1/platform/devices/cuda/__init__.py"
+# How each engine looks for plugins, and what the tests look at afterwards.
+MANAGER = """
+from importlib.metadata import entry_points
+def load(group):
+    return [ep.load() for ep in entry_points(group=group) if ep.name == "kvraw"]
+"""
+FILES = {
+    "torch.py": "class version: hip, cuda = None, '13.0'\nclass cuda:\n    is_available = staticmethod(lambda: True)",
+    "manager.py": MANAGER,
+    "lmcache/__init__.py": "",
+    "lmcache/logging.py": "import logging\nasked = []\n"
+    "def init_logger(name):\n    asked.append(name)\n    return logging.getLogger(name)",
+    "lmcache/cuda_ops.py": "def batched_memcpy(*a): return 'theirs'\ndef of_theirs(): return 'theirs'",
+    "lmcache/v1/__init__.py": "",
+    "lmcache/v1/platform/__init__.py": "",
+    "lmcache/v1/platform/devices/__init__.py": "",
+    CUDA: "class PinMemoryBackend: pass\nclass CudaDeviceSpec:\n    device_type = backend_name = 'cuda'\n"
+    "    pin_memory_backend = property(lambda self: PinMemoryBackend)\n    def is_available(self): return True",
+    "sgl_kernel/__init__.py": "",
+    "sgl_kernel/kvcacheio.py": "def transfer_kv_direct(): return 'theirs'",
+    "sglang/__init__.py": "",
+    "sglang/kernels/__init__.py": "",
+    "sglang/kernels/ops/__init__.py": "",
+    "sglang/kernels/ops/kvcache/__init__.py": "",
+    "sglang/kernels/ops/kvcache/hicache.py": "def transfer_hicache_one_layer(): return 'theirs'\n"
+    "def use_hicache_tma_kernel(): return 'theirs'\nis_hip = len",
+    "vllm/__init__.py": "",
+    "vllm/_custom_ops.py": "def swap_blocks_batch(): return 'theirs'\ndef convert_fp8(): return 'theirs'",
+    "vllm/taker.py": "from vllm._custom_ops import swap_blocks_batch as taken",
+}
+ENTER = {
+    "lmcache": "import manager; (found,) = manager.load('lmcache.device_plugins')\n"
+    "from lmcache.v1.platform.devices.cuda import CudaDeviceSpec\n"
+    "assert issubclass(found, CudaDeviceSpec) and found().backend_name == 'kvraw'\n",
+    "sglang": "import manager; [f() for f in manager.load('sglang.srt.plugins')]\n",
+    "vllm": "import manager; [f() for f in manager.load('vllm.general_plugins')]\n",
+}
+SERVED = {
+    "lmcache": "from lmcache import cuda_ops\nassert cuda_ops.of_theirs() == 'theirs'\nf = cuda_ops.batched_memcpy\n",
+    "sglang": "from sglang.kernels.ops.kvcache import hicache\nfrom sgl_kernel import kvcacheio\n"
+    "assert hicache.use_hicache_tma_kernel() == 'theirs' and hicache.is_hip is len\n"
+    "f = hicache.transfer_hicache_one_layer\n"
+    "assert f.__module__.startswith('kvraw.') == kvcacheio.transfer_kv_direct.__module__.startswith('kvraw.')\n",
+    "vllm": "from vllm import _custom_ops, taker\nassert _custom_ops.convert_fp8() == 'theirs'\n"
+    "f = taker.taken\nassert f is _custom_ops.swap_blocks_batch\n",
+}
+LOG = """
+import logging
+lines = []
+class Keep(logging.Handler):
+    def emit(self, record): lines.append((record.name, record.levelname, record.getMessage()))
+logging.getLogger().addHandler(Keep()); logging.getLogger().setLevel("INFO")
+"""
+YES = "assert f.__module__.startswith('kvraw.'), f\n"
+NO = "assert not f.__module__.startswith('kvraw.'), f\n"
+
+
+def metadata(versions: dict[str, str]) -> dict[str, str]:
+    """The packages' metadata, kvraw's entry points among them as its project file has them."""
+    text = (ROOT / "pyproject.toml").read_text()
+    points = re.findall(r'\[project\.entry-points\."([^"]+)"\]\nkvraw = "([^"]+)"', text)
+    files = {"kvraw-0.1.0.dist-info/entry_points.txt": "".join(f"[{g}]\nkvraw = {v}\n" for g, v in points)}
+    for name, version in ({"kvraw": "0.1.0"} | versions).items():
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        files[f"{name}-{version}.dist-info/METADATA"] = text
+    return files
+
+
+def newest(engine: Engine) -> str:
+    return ".".join(map(str, engine.last)) + "+cu130"
+
+
+def enter(tmp_path: Path, name: str, code: str, version: str | None = None, **files: str) -> None:
+    """Have an engine look for plugins, and run code behind it."""
+    versions = {name: newest(ENGINES[name]) if version is None else version}
+    run(tmp_path, FILES | metadata(versions) | files, f"{LOG}{code}")
+
+
+def test_the_table_is_the_metadata() -> None:
+    found = metadata({})["kvraw-0.1.0.dist-info/entry_points.txt"]
+    assert found == "".join(f"[{e.group}]\nkvraw = {e.entry}\n" for e in ENGINES.values())
+    assert tuple(ENGINES) == config.SERVED == tuple(engines._INSTALL)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_served(tmp_path: Path, name: str) -> None:
+    """Nothing is imported until the engine asks; then its names are kvraw's, and one line says so."""
+    code = f"""
+assert not [m for m in sys.modules if m.startswith("kvraw")]
+{ENTER[name]}assert not {{"kvraw.adapters.vllm", "kvraw.adapters.sglang", "cuda.bindings"}} & (
+    set(sys.modules) - {{"kvraw.adapters.{name}"}})
+{SERVED[name]}{YES}{ENTER[name]}
+((logger, level, text),) = lines
+assert (logger, level) == ("{name}.kvraw", "INFO") and "kvraw serves {name} " in text, lines
+"""
+    enter(tmp_path, name, code)
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_what_was_imported_before(tmp_path: Path, name: str) -> None:
+    """Who took a function from a module that was loaded already has kvraw's too."""
+    enter(tmp_path, name, f"{SERVED[name] if name == 'vllm' else ''}{ENTER[name]}{SERVED[name]}{YES}")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("before", "version", "files", "level", "text"),
+    [
+        ("import os; os.environ['KVRAW_DISABLE'] = 'vllm, sglang,lmcache'", None, {}, "INFO", "KVRAW_DISABLE names it"),
+        ("import os; os.environ['KVRAW_DISABLE'] = 'llama'", None, {}, "INFO", "must be names of lmcache, sglang"),
+        ("", "99.0", {}, "WARNING", "version 99.0 is not one that this kvraw knows"),
+        ("", "0.0.1", {}, "WARNING", "version 0.0.1 is not one"),
+        ("", "dev", {}, "WARNING", "version dev is not one"),
+        ("", None, {"torch.py": "class version: hip = '6.4'"}, "WARNING", "torch is built for ROCm"),
+        (
+            "",
+            None,
+            {
+                "torch.py": "class version: pass\nclass accelerator:\n"
+                "    @staticmethod\n    def current_accelerator(): return type('D', (), {'type': 'xpu'})"
+            },
+            "WARNING",
+            "torch is built for xpu",
+        ),
+        (
+            "from kvraw.adapters import engines\ndef bad(): raise OSError('no room')\n"
+            "engines._INSTALL.update(dict.fromkeys(engines._INSTALL, bad))",
+            None,
+            {},
+            "WARNING",
+            "OSError: no room",
+        ),
+    ],
+)
+def test_left_alone(
+    tmp_path: Path, name: str, before: str, version: str | None, files: dict[str, str], level: str, text: str
+) -> None:
+    """The engine starts with its own, whatever the reason, which is logged once."""
+    code = f"""{before}
+{ENTER[name]}{ENTER[name]}{SERVED[name]}{NO}
+((logger, level, text),) = lines
+assert (logger, level) == ("{name}.kvraw", "{level}") and {text!r} in text, lines
+"""
+    enter(tmp_path, name, code, version, **files)
+
+
+def test_lmcache_without_a_gpu(tmp_path: Path) -> None:
+    """Its compiled module, which it does not look at then, stays as it is."""
+    torch = "class version: hip = None\nclass cuda:\n    is_available = staticmethod(lambda: False)"
+    enter(tmp_path, "lmcache", f"{ENTER['lmcache']}{SERVED['lmcache']}{NO}", **{"torch.py": torch})
+
+
+def test_lmcaches_device_is_there_where_it_is_named(tmp_path: Path) -> None:
+    code = f"""import os
+{ENTER["lmcache"]}
+assert not found().is_available()
+os.environ["LMCACHE_DEVICE_BACKEND"] = "Kvraw"
+assert found().is_available()
+assert issubclass(found().pin_memory_backend, sys.modules[CudaDeviceSpec.__module__].PinMemoryBackend)
+"""
+    enter(tmp_path, "lmcache", code)
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("0.5.6", True), ("0.5.6+cu12", True), ("0.5.6rc1", True), ("0.5.5", False), ("0.6", False)]
+)
+def test_versions(version: str, known: bool) -> None:
+    assert engines._is_known(ENGINES["lmcache"], version) is known
+    assert engines._is_known(ENGINES["vllm"], "0.33.7") and not engines._is_known(ENGINES["vllm"], "1.33")
+
+
+@pytest.mark.parametrize("kinds", [("device", "pinned"), ("pinned", "device")])
+def test_vllms_block_copies(w: TorchLike, kinds: tuple[str, str]) -> None:
+    """Blocks of all layers by one call, between caches whose blocks have unlike sizes from layer to layer."""
+    kinds = kinds if w.stream is not None else ("host", "host")
+    rng = np.random.default_rng(0)
+    arrays = [[rng.integers(0, 256, (9, 4096 * (k + 1)), dtype=np.uint8) for k in range(3)] for _ in kinds]
+    caches = [{str(k): w.put(kind, a) for k, a in enumerate(held)} for kind, held in zip(kinds, arrays, strict=True)]
+    stream = SimpleNamespace(cuda_stream=0 if w.stream is None else w.stream.handle)
+    params = vllm_plugin.build_params(caches[0], caches[1], stream)
+    vllm_plugin.copy_blocks([8, 0, 3], [1, 2, 8], params)
+    vllm_plugin.copy_blocks([], [], params)
+    for a, b, tensor in zip(arrays[0], arrays[1], caches[1].values(), strict=True):
+        b[[1, 2, 8]] = a[[8, 0, 3]]
+        np.testing.assert_array_equal(w.take(tensor), b)
+    with pytest.raises(kvraw.BoundsError, match=r"dst_block_ids\[1\] is 9, must be in \[0, 9\)"):
+        vllm_plugin.copy_blocks([0, 1], [0, 9], params)
+    with pytest.raises(kvraw.BoundsError, match="src_block_ids has 1 entries, dst_block_ids 2"):
+        vllm_plugin.copy_blocks([0], [0, 1], params)
+    with pytest.raises(kvraw.LayoutError, match="must have the same names"):
+        vllm_plugin.build_params(caches[0], {}, stream)
