@@ -9,6 +9,7 @@ a later operation on that device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from kvraw.adapters.sglang_staged import (
     transfer_hicache_all_layer_mla_staged_lf_pf,
     transfer_hicache_all_layer_staged_lf_pf,
 )
-from kvraw.adapters.stand_in import put, stand_in
+from kvraw.adapters.stand_in import put, rebind, stand_in
 
 __all__ = [
     "can_use_hicache_jit_kernel",
@@ -71,9 +72,13 @@ def install() -> None:
 
     So do those of its names that ``sgl_kernel`` itself has, and those that SGLang compiles where it finds nvcc
     (``sglang.kernels.ops.kvcache.hicache``). All else stays its own, and where ``sgl_kernel`` is absent or does not
-    load, importing it fails as ever. Call it before ``sgl_kernel`` is imported: it imports nothing itself. Idempotent.
+    load, importing it fails as ever. SGLang's modules that took the operations before get those here. Nothing is
+    imported for it. Idempotent.
     """
+    theirs = dict(vars(sys.modules.get("sgl_kernel.kvcacheio", sys)))
     stand_in("sgl_kernel", ("kvcacheio",), _names)
+    for name, ours in _names().items():
+        rebind(theirs.get(name), ours, "sglang")
     for module in _JIT:
         put(module, _compiled)
 

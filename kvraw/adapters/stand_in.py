@@ -11,7 +11,7 @@ from importlib.util import module_from_spec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["amend", "put", "stand_in"]
+__all__ = ["amend", "put", "rebind", "stand_in"]
 
 _log = logging.getLogger("kvraw")
 
@@ -52,16 +52,20 @@ def put(module: str, names: Names) -> None:
 
 
 def _put(module: ModuleType, names: dict[str, Any]) -> None:
-    package = f"{module.__name__.partition('.')[0]}."
+    package = module.__name__.partition(".")[0]
     for name, value in names.items():
         theirs = vars(module).get(name, value)
-        if theirs is value:
-            continue
-        setattr(module, name, value)
-        for other, taker in list(sys.modules.items()) if callable(theirs) else ():
-            if other.startswith(package) and isinstance(taker, ModuleType):
-                for taken in [key for key, held in list(vars(taker).items()) if held is theirs]:
-                    setattr(taker, taken, value)
+        if theirs is not value:
+            setattr(module, name, value)
+            rebind(theirs, value, package)
+
+
+def rebind(theirs: Any, ours: Any, package: str) -> None:
+    """Give a package's modules that are loaded one function where they took another, under whatever name."""
+    for name, module in list(sys.modules.items()) if callable(theirs) and theirs is not ours else ():
+        if name.startswith(f"{package}.") and isinstance(module, ModuleType):
+            for taken in [key for key, held in list(vars(module).items()) if held is theirs]:
+                setattr(module, taken, ours)
 
 
 class _StandIn(ModuleType):

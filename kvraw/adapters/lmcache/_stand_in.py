@@ -45,7 +45,7 @@ def _bind(module: ModuleType) -> None:
     home: Any = getattr(module, "CpuDeviceOps", None)
     if not isinstance(home, type):
         return
-    made: Any = home.__init__
+    made: Any = vars(home).get("__init__", home.__init__)  # type: ignore[misc]
 
     @functools.wraps(made)
     def init(self: Any, *args: Any, **options: Any) -> None:
