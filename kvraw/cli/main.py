@@ -52,6 +52,11 @@ def _real(text: str) -> float:
 
 
 def _doctor(options: argparse.Namespace) -> Result:
+    if options.engines:
+        from kvraw.cli import engines
+
+        found = engines.examine()
+        return found, engines.rows(found)
     from kvraw.cli import doctor
 
     report = doctor.examine()
@@ -146,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     doctor = commands.add_parser("doctor", help="what of kvraw can run on this machine, and what stands in the way")
+    doctor.add_argument("--engines", action="store_true", help="find LMCache, SGLang and vLLM, and try kvraw in them")
     doctor.set_defaults(run=_doctor)
 
     demo = commands.add_parser("demo", help="store a model's KV-cache blocks, wipe them, load them, compare every byte")

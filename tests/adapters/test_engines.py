@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import kvraw
 from kvraw import config
 from kvraw.adapters import engines, vllm_plugin
 from kvraw.adapters.engines import ENGINES, Engine
+from kvraw.cli import engines as cli
+from kvraw.cli.main import main
 from tests.adapters.test_stand_in import ROOT, run
 from tests.helpers.torch_like import TorchLike
 
@@ -212,3 +215,56 @@ def test_vllms_block_copies(w: TorchLike, kinds: tuple[str, str]) -> None:
         vllm_plugin.copy_blocks([0], [0, 1], params)
     with pytest.raises(kvraw.LayoutError, match="must have the same names"):
         vllm_plugin.build_params(caches[0], {}, stream)
+
+
+@pytest.mark.parametrize(
+    ("version", "entry", "trial", "ok", "text"),
+    [
+        ("", True, {}, True, "not installed; kvraw serves 0.33"),
+        ("0.33.0", True, {"called": "kvraw.f", "equal": True, "error": None}, True, "tried: it called kvraw.f, all"),
+        ("0.33.0", True, {"called": "vllm.f", "equal": True, "error": None}, False, "the engine called its own vllm.f"),
+        ("0.33.0", True, {"called": "kvraw.f", "equal": False, "error": None}, False, "kvraw.f moved did not arrive"),
+        ("0.33.0", True, {"called": None, "equal": False, "error": "E: x"}, False, "not served: the try failed: E: x"),
+        ("0.33.0", False, {}, False, "does not find kvraw in vllm.general_plugins"),
+        ("0.34.0", True, {}, True, "not served: version 0.34.0 is not one that this kvraw knows (0.33)"),
+    ],
+)
+def test_doctor(
+    version: str,
+    entry: bool,
+    trial: dict[str, object],
+    ok: bool,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for module in (engines, cli):
+        monkeypatch.setattr(module, "version_of", lambda engine: version if engine.name == "vllm" else "")
+    monkeypatch.setattr(cli, "_entered", lambda engine: entry)
+    monkeypatch.setattr(cli, "_try", lambda name: trial)
+    assert main(["doctor", "--engines"]) == (0 if ok else 1)
+    assert text in capsys.readouterr().out
+    main(["doctor", "--engines", "--json"])
+    assert json.loads(capsys.readouterr().out)["ok"] is ok
+
+
+@pytest.mark.parametrize(
+    ("version", "text"), [("0.33.0", "it called kvraw.adapters.vllm.swap_blocks_batch"), ("0.32.0", "not served")]
+)
+def test_doctor_tries(tmp_path: Path, version: str, text: str) -> None:
+    """In a process of its own, by a plugin manager, with torch as it is."""
+    pytest.importorskip("torch", reason="an engine's operations take torch's tensors")
+    files = {name: body for name, body in FILES.items() if name.startswith("vllm/")} | metadata({"vllm": version})
+    files |= {
+        "manager.py": MANAGER,
+        "vllm/plugins.py": "def load_general_plugins():\n"
+        "    import manager; [f() for f in manager.load('vllm.general_plugins')]",
+    }
+    code = f"""
+import io
+from contextlib import redirect_stdout
+from kvraw.cli.main import main
+with redirect_stdout(io.StringIO()) as out: code = main(["doctor", "--engines"])
+assert code == 0 and {text!r} in out.getvalue(), out.getvalue()
+"""
+    run(tmp_path, files, code)

@@ -49,6 +49,7 @@ ALLOWED = {
         "cache batch prepared transfer transfer_plan adapters"
     ),
     "kvraw.bench": "errors layouts runtime copying adapters bench",
+    "kvraw.cli.engines": "__version__ adapters.engines",
     "kvraw.cli": "__version__ errors config layouts ptx runtime copying bench cli",
     "kvraw.__main__": "cli",
 }
@@ -71,12 +72,14 @@ NUMBA = (
 ONLY_FOR = {
     "kvraw.cli": ("kvraw.cli", "kvraw.__main__"),
     "kvraw.bench": ("kvraw.bench", "kvraw.cli"),
-    "kvraw.adapters": ("kvraw.adapters", "kvraw.bench"),
+    "kvraw.adapters": ("kvraw.adapters", "kvraw.bench", "kvraw.cli.engines"),
     "cuda": ("kvraw.runtime.driver",),
     "numba": NUMBA,
     "llvmlite": NUMBA,
     "torch": ("kvraw.bench.matmul", "kvraw.adapters"),
-    "lmcache": (),
+    "lmcache": ("kvraw.adapters.lmcache_plugin", "kvraw.adapters.trials"),
+    "sglang": ("kvraw.adapters.trials",),
+    "vllm": ("kvraw.adapters.vllm_offload", "kvraw.adapters.trials"),
     "matplotlib": ("kvraw.bench.plot",),
     "rich": ("kvraw.cli",),
 }
