@@ -1,4 +1,4 @@
-"""Tries an engine's path to kvraw in a process of its own: ``python -m kvraw.adapters.trials NAME``.
+"""Tries an engine's path to kvraw, in a process of its own: `main` is what ``kvraw doctor --engines`` runs there.
 
 The engine's plugin manager does what it does when the engine starts; then one of its operations, taken from the
 engine's module, moves bytes. The answer is one line of JSON: what was called, and whether all bytes arrived.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["TRIALS"]
+__all__ = ["TRIALS", "main"]
 
 _ROWS, _ROW = 64, 4096
 
@@ -84,7 +83,3 @@ def main(name: str) -> None:
         report = {"called": None, "equal": False, "error": f"{type(error).__name__}: {error}"}
     with answer:
         answer.write(json.dumps(report) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -16,6 +16,8 @@ __all__ = ["examine", "rows"]
 
 Report = dict[str, Any]
 _SECONDS = 300  # engines take their time to be imported
+# As an engine's own process: the current folder is none of its places.
+_TRIAL = "import sys; sys.path[:] = filter(None, sys.path); from kvraw.adapters.trials import main; main(sys.argv[1])"
 
 
 def _entered(engine: Engine) -> bool:
@@ -25,7 +27,7 @@ def _entered(engine: Engine) -> bool:
 
 def _try(name: str) -> Report:
     """The trial of an engine, in a process of its own."""
-    command = [sys.executable, "-m", "kvraw.adapters.trials", name]
+    command = [sys.executable, "-c", _TRIAL, name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=os.environ)
         report: Report = json.loads(done.stdout.splitlines()[-1])
