@@ -15,13 +15,18 @@ DEVICE = int(os.environ.get("KVRAW_TEST_DEVICE", "0"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked exhaustive, but where ``-m`` names the marker or a test is named with its brackets."""
-    if "exhaustive" in (config.option.markexpr or "") or any("[" in arg for arg in config.args):
-        return
-    left = [item for item in items if item.get_closest_marker("exhaustive")]
+    """Leave out what is marked exhaustive or engines, but where ``-m`` names the marker.
+
+    An exhaustive test runs as well where a test is named with its brackets.
+    """
+    named = config.option.markexpr or ""
+    out = {"engines"} if "engines" not in named else set()
+    if "exhaustive" not in named and not any("[" in arg for arg in config.args):
+        out.add("exhaustive")
+    left = [item for item in items if any(item.get_closest_marker(name) for name in out)]
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not any(item.get_closest_marker(name) for name in out)]
 
 
 @pytest.fixture(autouse=True, scope="module")
