@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,7 @@ TORCH = "torch==2.13.0"
 COMMON = (TORCH, "numpy", "numba", "cuda-python>=12.8,<14", "setuptools", "wheel", "pytest", "pytest-asyncio")
 
 # Counts calls of an adapter's operations, in whatever process; no part of how kvraw gets into an engine's path.
-COUNTER = '''
+COUNTER = """
 import functools, os, types
 from kvraw.adapters.stand_in import amend
 def counted(name, call):
@@ -42,7 +41,7 @@ if os.environ.get("KVRAW_COUNTED"):
     FILE = os.open(os.environ["KVRAW_COUNTED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for name in ("lmcache", "sglang", "vllm"):
         amend("kvraw.adapters." + name, count)
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Environment:
         self, *args: str, timeout: float = 600, cwd: Path | None = None, **environ: str
     ) -> subprocess.CompletedProcess[str]:
         """Run Python there."""
-        self.calls.unlink(missing_ok=True)
+        self.calls.write_text("")  # emptied, not removed: a server that runs goes on writing to it
         command, place = [str(self.python), *args], cwd or self.folder
         return subprocess.run(
             command, cwd=place, env=self.environ(**environ), timeout=timeout, text=True,
@@ -137,12 +136,12 @@ class Environment:
             command = [str(self.python), "-m", "pip", "-q", *args, "-d", str(kept)]
             # Its metadata may fail to be made without a compiler; the archive is there by then.
             subprocess.run(command, capture_output=True, timeout=600, env={**os.environ, "TMPDIR": str(built)})
-            for archive in [*kept.glob("*.tar.gz"), *built.glob("*/*.tar.gz"), *kept.glob("*.zip")]:
-                (self.folder / "sources").mkdir(exist_ok=True)
-                if archive.suffix == ".zip":
-                    zipfile.ZipFile(archive).extractall(self.folder / "sources")
-                else:
-                    shutil.unpack_archive(archive, self.folder / "sources")
+            (self.folder / "sources").mkdir(exist_ok=True)
+            for archive in [*kept.glob("*.tar.gz"), *built.glob("*/*.tar.gz")][:1]:
+                shutil.unpack_archive(archive, self.folder / "sources")
+            for unpacked in [*built.glob("*/*/tests")][:1]:
+                if not list(self.folder.glob("sources/*/tests")):
+                    shutil.move(unpacked.parent, self.folder / "sources")
             shutil.rmtree(built, ignore_errors=True)
             found = next(self.folder.glob("sources/*/tests"), None)
         if found is None:
