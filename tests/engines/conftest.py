@@ -10,10 +10,10 @@ LMCACHE = Packages(
     "lmcache",
     "0.5.6",
     tuple(
-        "msgspec pyzmq aiofile redis fastapi uvicorn httpx prometheus_client psutil sortedcontainers xxhash blake3 nvtx "
-        "cachetools cufile-python transformers safetensors aiohttp setproctitle opentelemetry-api opentelemetry-sdk "
-        "opentelemetry-exporter-prometheus opentelemetry-exporter-otlp requests pyyaml tqdm py-cpuinfo rich cryptography "
-        "aiofiles grpcio openai httptools lark pytest-timeout setuptools_scm ninja packaging".split()
+        "msgspec pyzmq aiofile redis fastapi uvicorn httpx prometheus_client psutil sortedcontainers xxhash blake3 "
+        "nvtx cachetools cufile-python transformers safetensors aiohttp setproctitle opentelemetry-api rich aiofiles "
+        "opentelemetry-sdk opentelemetry-exporter-prometheus opentelemetry-exporter-otlp requests pyyaml tqdm "
+        "py-cpuinfo cryptography grpcio openai httptools lark pytest-timeout setuptools_scm ninja packaging".split()
     ),
 )
 SGLANG = Packages(

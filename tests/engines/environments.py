@@ -7,6 +7,7 @@ in each session, as a package, so that plugin managers find its entry points.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,26 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 TORCH = "torch==2.13.0"
 COMMON = (TORCH, "numpy", "numba", "cuda-python>=12.8,<14", "setuptools", "wheel", "pytest", "pytest-asyncio")
+
+SUITE = (
+    "-m",
+    "pytest",
+    "-q",
+    "-o",
+    "log_cli=false",
+    "-p",
+    "no:cacheprovider",
+    "-rfE",
+    "--continue-on-collection-errors",
+)
+
+
+def outcome(text: str) -> tuple[int, set[str]]:
+    """How many tests passed, by the output of `SUITE`, and which failed."""
+    counts = re.findall(r"(\d+) passed", text)
+    lines = (line.split(" - ")[0] for line in text.splitlines() if line.startswith(("FAILED tests", "ERROR tests")))
+    return int(counts[-1]) if counts else 0, set(lines)
+
 
 # Counts calls of an adapter's operations, in whatever process; no part of how kvraw gets into an engine's path.
 COUNTER = """

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.environments import Environment
+from tests.engines.environments import SUITE, Environment, outcome
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
@@ -24,8 +24,8 @@ SHAPE = "(2,64,16,2,64):float16:4"
 MODES = ("engine_driven", "lmcache_driven")
 # Its own tests of what kvraw serves: operations and devices, then transfers between processes.
 OPERATIONS = (
-    "test_torch_ops.py test_cuda_ops_parity.py test_mem_kernels.py test_fused_rerope.py test_kv_layer_groups_manager.py "
-    "test_staging_buffer.py test_gpu_connector.py gpu_connector platform test_blocks_first_group_construction.py "
+    "test_torch_ops.py test_cuda_ops_parity.py test_mem_kernels.py test_fused_rerope.py "
+    "test_kv_layer_groups_manager.py test_staging_buffer.py test_gpu_connector.py gpu_connector platform test_blocks_first_group_construction.py "
     "test_memory_management.py distributed/memory_manager distributed/test_l1_memory_manager.py"
 )
 PROCESSES = (
@@ -108,27 +108,26 @@ def test_store_restart_and_load(lmcache: Environment, mode: str, tmp_path: Path)
         assert calls["kvraw.adapters.lmcache.multi_layer_block_kv_transfer"] >= 4, calls
 
 
-def outcomes(environment: Environment, folder: str, names: str, **environ: str) -> set[str]:
+def failures(environment: Environment, folder: str, names: str, **environ: str) -> set[str]:
     """What of its own tests does not pass."""
     sources = environment.sources
-    (hidden := sources / "lmcache").exists() and hidden.rename(sources / "lmcache_of_the_sources")
+    if (sources / "lmcache").exists():  # the installed one is meant
+        (sources / "lmcache").rename(sources / "lmcache_of_the_sources")
     paths = [f"tests/v1/{folder}{name}" for name in names.split()]
-    options = ["-q", "-o", "log_cli=false", "--timeout", "180", "-p", "no:cacheprovider", "-rfE"]
-    done = environment.tried(
-        "-m", "pytest", *paths, *options, "--continue-on-collection-errors",
-        cwd=sources, timeout=1500, PYTHONPATH=str(sources), **environ,
-    )  # fmt: skip
-    (count,) = re.findall(r"(\d+) passed", done.stdout.splitlines()[-1]) or ["0"]
-    assert int(count) > 100, done.stdout[-4000:]
-    return {line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))}
+    environ |= {"PYTHONPATH": str(sources)}
+    done = environment.tried(*SUITE, *paths, "--timeout", "180", cwd=sources, timeout=1500, **environ)
+    passed, failed = outcome(done.stdout)
+    assert passed > 100, done.stdout[-4000:]
+    print(f"{environment.packages.engine}: {passed} passed, {len(failed)} failed, {environ}")
+    return failed
 
 
 @pytest.mark.parametrize(("folder", "names"), [("", OPERATIONS), ("multiprocess/", PROCESSES)])
 def test_its_own_tests(lmcache: Environment, folder: str, names: str) -> None:
     """None fails that does not fail without kvraw."""
-    ours = outcomes(lmcache, folder, names)
+    ours = failures(lmcache, folder, names)
     assert sum(lmcache.counted.values()) > 50
-    assert ours - outcomes(lmcache, folder, names, KVRAW_DISABLE="lmcache") == set()
+    assert ours - failures(lmcache, folder, names, KVRAW_DISABLE="lmcache") == set()
     assert sum(lmcache.counted.values()) == 0
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.engines.environments import HERE, Environment
+from tests.engines.environments import HERE, SUITE, Environment, outcome
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
@@ -44,12 +43,11 @@ def test_its_own_tests(vllm: Environment, tmp_path: Path) -> None:
     (tmp_path / "tests/conftest.py").write_text(FIXTURES + LOADED)
     failed = []
     for environ in ({}, {"KVRAW_DISABLE": "vllm"}):
-        options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-rfE"]
-        done = vllm.tried("-m", "pytest", "tests", *options, cwd=tmp_path, timeout=1500, **environ)
-        (count,) = re.findall(r"(\d+) passed", done.stdout.splitlines()[-1]) or ["0"]
-        assert int(count) > 50, done.stdout[-4000:]
-        lines = done.stdout.splitlines()
-        failed.append({line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))})
+        done = vllm.tried(*SUITE, "tests", cwd=tmp_path, timeout=1500, **environ)
+        passed, names = outcome(done.stdout)
+        assert passed > 50, done.stdout[-4000:]
+        print(f"vllm: {passed} passed, {len(names)} failed, {environ}")
+        failed.append(names)
     assert failed[0] - failed[1] == set()
 
 

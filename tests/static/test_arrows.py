@@ -44,6 +44,7 @@ ALLOWED = {
     "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks runtime copying",
     "kvraw.transfer": "errors cache chunks copying.planner copying.transfer runtime transfer_plan",
     "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared",
+    "kvraw.transformers": "errors batch runtime copying adapters",
     "kvraw.adapters": (
         "errors addresses checks config layouts plain arrays memo runtime copying codec rope "
         "cache batch prepared transfer transfer_plan adapters"
@@ -72,7 +73,7 @@ NUMBA = (
 ONLY_FOR = {
     "kvraw.cli": ("kvraw.cli", "kvraw.__main__"),
     "kvraw.bench": ("kvraw.bench", "kvraw.cli"),
-    "kvraw.adapters": ("kvraw.adapters", "kvraw.bench", "kvraw.cli.engines"),
+    "kvraw.adapters": ("kvraw.adapters", "kvraw.bench", "kvraw.cli.engines", "kvraw.transformers"),
     "cuda": ("kvraw.runtime.driver",),
     "numba": NUMBA,
     "llvmlite": NUMBA,
