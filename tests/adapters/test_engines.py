@@ -12,10 +12,12 @@ import pytest
 
 import kvraw
 from kvraw import config
-from kvraw.adapters import engines, vllm_plugin
+from kvraw.adapters import engines, sglang, vllm_plugin
 from kvraw.adapters.engines import ENGINES, Engine
+from kvraw.adapters.lmcache_pinning import PinMemory
 from kvraw.cli import engines as cli
 from kvraw.cli.main import main
+from kvraw.runtime.memory import locate
 from tests.adapters.test_stand_in import ROOT, run
 from tests.helpers.torch_like import TorchLike
 
@@ -268,3 +270,31 @@ with redirect_stdout(io.StringIO()) as out: code = main(["doctor", "--engines"])
 assert code == 0 and {text!r} in out.getvalue(), out.getvalue()
 """
     run(tmp_path, files, code)
+
+
+def test_pinning(device: int) -> None:
+    """Pinned once for each call, and as long as one is not undone; what cannot be is an answer, and no error."""
+    memory = np.zeros(3 << 20, np.uint8)
+    pins, address = PinMemory(), -(-memory.ctypes.data // 4096) * 4096
+    assert pins.is_pin_supported
+    assert not pins.unpin_memory(address)
+    assert [pins.pin_memory(address, 1 << 20, flags) for flags in (0, 2)] == [True, True]
+    assert locate(address, 1 << 20).device_address
+    assert not pins.pin_memory(address + 4096, 1 << 20)
+    assert not pins.pin_memory(0, 4096)
+    assert pins.unpin_memory(address)
+    assert locate(address, 1 << 20).device_address
+    assert pins.unpin_memory(address)
+    assert not locate(address, 1 << 20).device_address
+    assert not pins.unpin_memory(address)
+
+
+def test_addresses_that_a_gpu_sees(w: TorchLike) -> None:
+    if w.stream is None:
+        pytest.skip("without a GPU there is none")
+    rows = np.zeros((4, 64), np.uint8)
+    on_device, pinned = w.put("device", rows), w.put("pinned", rows)
+    assert sglang.get_device_accessible_ptr(on_device, w.device) == on_device.data_ptr()
+    assert sglang.get_device_accessible_ptr(pinned, w.device) == locate(pinned.data_ptr(), 1).device_address
+    with pytest.raises(kvraw.PlacementError, match="pageable host memory"):
+        sglang.get_device_accessible_ptr(w.put("host", rows), w.device)

@@ -1,4 +1,4 @@
-"""Prints, as JSON, what the published package of an engine has and calls of what kvraw serves, read from its sources."""
+"""Prints, as JSON, what an engine's published package has and calls of what kvraw serves, read from its sources."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ MODES = ("engine_driven", "lmcache_driven")
 # Its own tests of what kvraw serves: operations and devices, then transfers between processes.
 OPERATIONS = (
     "test_torch_ops.py test_cuda_ops_parity.py test_mem_kernels.py test_fused_rerope.py "
-    "test_kv_layer_groups_manager.py test_staging_buffer.py test_gpu_connector.py gpu_connector platform test_blocks_first_group_construction.py "
+    "test_kv_layer_groups_manager.py test_staging_buffer.py test_gpu_connector.py gpu_connector platform "
+    "test_blocks_first_group_construction.py "
     "test_memory_management.py distributed/memory_manager distributed/test_l1_memory_manager.py"
 )
 PROCESSES = (
