@@ -1,7 +1,7 @@
 """Measures what the planner's model needs of a device.
 
-That is bandwidth over run size and the time of a small transfer, on an idle device; the bandwidth of its memory; and the
-rate of stores from which on they hold up work beside them that is bound by that memory.
+That is bandwidth over run size and the time of a small transfer, on an idle device; the bandwidth of its memory; and
+the rate of stores from which on they hold up work beside them that is bound by that memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LAYERS, _TOKENS, _HEADS = 32, 16, 8
 # The search for the rate of stores: shares of the link, and by how much copies beside them may take longer. On an H200
 # they take 1 to 2 % longer up to three quarters of the link, and a multiple from the whole on (benchmarks/paced.py).
 SHARES = (0.9, 0.85, 0.8, 0.755, 0.7, 0.65, 0.6, 0.5)
-MORE = 0.035
+MORE = 0.025
 BESIDE = 256 << 20  # bytes of a copy between device memory
 
 
