@@ -150,9 +150,11 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     document = json.loads(file.read_text())
     assert set(document) == {"ok", "machine", "options", "decode", "rows", "queue", "first", "seconds"}
     assert [row["way"] for row in document["rows"]] == ["store", "load", "both"] * 2
-    assert os.environ["KVRAW_NEIGHBOUR"] == "idle"
+    assert document["options"]["neighbour"] == "idle"
+    assert not os.environ["KVRAW_NEIGHBOUR"]  # as it was
     assert main([*FEW, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["ok"]
+    document = json.loads(capsys.readouterr().out)
+    assert (document["ok"], document["options"]["neighbour"]) == (True, "busy")
 
 
 @pytest.mark.usefixtures("on_the_cpu")
