@@ -151,8 +151,8 @@ def starts(sizes: dict[int, Transfers], case: str) -> list[Any]:
 
 def cases() -> list[str]:
     """What is measured: direction, bytes of a run, GB/s (0: no pace), thread blocks and threads."""
-    stores = [f"store {run} {gbs} 2x512" for run in RUNS for gbs in (0, 30, 35, 38, 40, 45)]
-    shapes = [f"store 32768 40 {grid}" for grid in ("1x1024", "2x256", "2x768", "2x1024", "3x512", "4x256", "4x1024")]
+    stores = [f"store {run} {gbs} 2x768" for run in RUNS for gbs in (0, 30, 35, 38, 40, 45)]
+    shapes = [f"store 32768 40 {grid}" for grid in ("1x1024", "2x256", "2x512", "2x1024", "3x512", "4x256", "4x1024")]
     loads = [f"load {run} {gbs} 2x1024" for run in RUNS for gbs in (0, 46)]
     loads += [f"load 32768 0 {grid}" for grid in ("2x512", "1x1024", "4x1024", "16x1024")]
     two = [

@@ -33,7 +33,6 @@ from kvraw.runtime.stream import stream_handle
 
 __all__ = ["HostKVPool"]
 
-_Bases = list[tuple[AddressTable, AddressTable]]  # of source and destination
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
@@ -42,20 +41,37 @@ def _check_slots(name: str, slots: I64, tokens: int) -> None:
         check_host_index(name, slots, Side(outer=0, limit=tokens), 0)
 
 
+class _Part(NamedTuple):
+    """A copy of some layers, with the bases of its source and destination."""
+
+    copy: PreparedCopy
+    src: AddressTable
+    dst: AddressTable
+    layers: int
+
+
 class _Partner(NamedTuple):
     """What is known of a cache that fits: bases of the pool and of the cache, and copies that were made for them."""
 
     here: AddressTable
     there: AddressTable
-    copies: dict[tuple[object, ...], tuple[PreparedCopy, _Bases]]
+    copies: dict[tuple[object, ...], list[_Part]]
 
 
-def _one_layer(side: Side, bases: AddressTable, layer: int, planes: int) -> tuple[Side, AddressTable]:
-    """One layer of a side: the side, which is the same for all layers, and that layer's bases."""
-    entries = np.arange(planes if side.table_plane else 1) * side.table_plane + layer * side.table_layer
-    one = replace(side, layer=0, table_layer=0, table_plane=int(side.table_plane != 0), entries=len(entries))
-    shift = np.uint64(layer * side.layer)
-    return one, AddressTable(bases.host[entries] + shift, bases.seen[entries] + shift, bases.link)
+# Bytes of a launch of a load by layers. One of a single layer of few bytes is over sooner than the next one is there:
+# layers of 1 MiB loaded at 14 GB/s one by one, beside a decode (benchmarks/README.md).
+_LAYERS_BYTES = 4 << 20
+
+
+def _some_layers(side: Side, bases: AddressTable, first: int, count: int, planes: int) -> tuple[Side, AddressTable]:
+    """Some layers of a side: the side, which is the same for as many of any others, and their bases."""
+    across = np.arange(planes if side.table_plane else 1) * side.table_plane
+    down = (first + np.arange(count if side.table_layer else 1)) * side.table_layer
+    entries = (down[:, None] + across).ravel()
+    tables = len(across) * (side.table_layer != 0), int(side.table_plane != 0)
+    some = replace(side, table_layer=tables[0], table_plane=tables[1], entries=len(entries))
+    shift = np.uint64(first * side.layer)
+    return some, AddressTable(bases.host[entries] + shift, bases.seen[entries] + shift, bases.link)
 
 
 def _sides(layout: CacheLayout) -> dict[str, Side]:
@@ -347,18 +363,19 @@ class HostKVPool(Closing, NotPicklable):
         """
         with self._call() as call:
             partner, by, here, there = self._index(cache, cache_slots, slots, False)
-            copy, bases = self._prepared(partner, cache, by, "layers", options)
-            if cache.device is not None:
-                return self._load_layers(call, copy, bases, here, there, cache, stream_handle(stream, cache.device))
-            for a, b in bases:
-                done = copy(a, b, here.count, src_index=here, dst_index=there)
-            return done
+            g = self.layout.geometry
+            if cache.device is None:
+                (part,) = self._prepared(partner, cache, by, "load", options)
+                return part.copy(part.src, part.dst, here.count, src_index=here, dst_index=there)
+            nbytes = here.count * (g.token_bytes // g.layers) * (1 if by == "slot" else g.block_size)
+            step = min(g.layers, 1 << (-(-_LAYERS_BYTES // max(nbytes, 1)) - 1).bit_length())
+            parts = self._prepared(partner, cache, by, "load", options, step)
+            return self._load_layers(call, parts, here, there, cache, stream_handle(stream, cache.device))
 
     def _load_layers(
         self,
         use: Use,
-        copy: PreparedCopy,
-        bases: _Bases,
+        parts: list[_Part],
         here: IndexVector,
         there: IndexVector,
         cache: PagedCache,
@@ -372,7 +389,7 @@ class HostKVPool(Closing, NotPicklable):
         with DeviceScope(device):
             state, own = device_state(device), stream
             capturing = driver().stream_capturing(stream)
-            calls = [copy.call(*pair, here.count, src_index=here, dst_index=there) for pair in bases]
+            calls = [p.copy.call(p.src, p.dst, here.count, src_index=here, dst_index=there) for p in parts]
             if not capturing:
                 own = state.side_stream("layers").handle
                 event = state.completions.take_event()
@@ -380,10 +397,10 @@ class HostKVPool(Closing, NotPicklable):
                 driver().stream_wait_event(own, event)
                 state.completions.give_event(event)
             try:
-                for call in calls:
+                for part, call in zip(parts, calls, strict=True):
                     call.capturing = capturing
-                    completion, engine = copy.bound.submit(state, own, call, (cache, self._chunk, call))
-                    completions.append(completion)
+                    completion, engine = part.copy.bound.submit(state, own, call, (cache, self._chunk, call))
+                    completions += [completion] * part.layers
             finally:
                 if completions:
                     self._pool.mark_used(completions[-1], use)  # those before it are over when it is
@@ -394,7 +411,7 @@ class HostKVPool(Closing, NotPicklable):
     ) -> Transfer:
         with self._call() as call:
             partner, by, here, there = self._index(cache, cache_slots, slots, store)
-            copy, ((src, dst),) = self._prepared(partner, cache, by, "store" if store else "load", options)
+            ((copy, src, dst, _),) = self._prepared(partner, cache, by, "store" if store else "load", options)
             at, to = (there, here) if store else (here, there)
             refs = (cache, self._chunk)
             done = copy(src, dst, at.count, src_index=at, dst_index=to, stream=stream, refs=refs)
@@ -403,25 +420,29 @@ class HostKVPool(Closing, NotPicklable):
             return done
 
     def _prepared(
-        self, partner: _Partner, cache: PagedCache, by: str, kind: str, options: dict[str, Any]
-    ) -> tuple[PreparedCopy, _Bases]:
-        """A copy of the kind "store", "load" or "layers", and bases of its source and destination, layer by layer."""
-        key = (by, kind, tuple(sorted(options.items())))
+        self, partner: _Partner, cache: PagedCache, by: str, kind: str, options: dict[str, Any], step: int = 0
+    ) -> list[_Part]:
+        """Copies of the kind "store" or "load", each of `step` layers; 0: one of all."""
+        key = (by, kind, step, tuple(sorted(options.items())))
         found = partner.copies.get(key)
         if found is None:
             if kind != "store":
                 cache.require_writable()
             g, mine, other = self.layout.geometry, self._mine[by], _sides(cache.layout)[by]
-            ends = [((mine, partner.here), (other, partner.there))]
-            if kind == "layers":
-                ends = [tuple(_one_layer(*end, k, g.planes) for end in ends[0]) for k in range(g.layers)]  # type: ignore[misc]
-                g = replace(g, layers=1)
-            elif kind == "store":
-                ends = [ends[0][::-1]]
-            names = ("cache_slots", "slots") if kind == "store" else ("slots", "cache_slots")
-            plan = copy_plan(g, ends[0][0][0], ends[0][1][0], by)
-            copy = PreparedCopy(plan, device=cache.device, index_names=names, **options)
-            found = partner.copies[key] = copy, [(src[1], dst[1]) for src, dst in ends]
+            both = ((mine, partner.here), (other, partner.there))
+            names = ("slots", "cache_slots")
+            if kind == "store":
+                both, names = both[::-1], names[::-1]
+            copies: dict[int, PreparedCopy] = {}
+            found = []
+            for first in range(0, g.layers, step or g.layers):
+                layers = min(step or g.layers, g.layers - first)
+                src, dst = (_some_layers(*end, first, layers, g.planes) if step else end for end in both)
+                if layers not in copies:
+                    plan = copy_plan(replace(g, layers=layers), src[0], dst[0], by)
+                    copies[layers] = PreparedCopy(plan, device=cache.device, index_names=names, **options)
+                found.append(_Part(copies[layers], src[1], dst[1], layers))
+            partner.copies[key] = found
         return found
 
     def _partner(self, cache: PagedCache) -> _Partner:

@@ -15,6 +15,7 @@ from kvraw.bench.report import run as measure
 from kvraw.bench.shapes import SHAPES, Shape
 from kvraw.cli.files import require_writable
 from kvraw.cli.models import MODELS
+from kvraw.cli.neighbour import neighbour
 from kvraw.cli.progress import progress
 from kvraw.cli.truth import CHUNK_TOKENS
 from kvraw.errors import BoundsError, LayoutError
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], Rows]:
         An option does not fit, a file cannot be written, or what an option needs is not installed.
     """
     what = _options(options)
-    with progress("measuring") as tick:
+    with neighbour(options.neighbour, "idle"), progress("measuring") as tick:
         report = measure(what, _model(what.model), tick)
     if not any(report[part] for part in what.parts):
         needs = f"parts may need a GPU, --sustained, or --mib above {what.mib:g}"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import kvraw
-from kvraw import config
 from kvraw.bench.beside.arrivals import behind_stores, first_calls
 from kvraw.bench.beside.decode import DECODERS, DecodeLoop
 from kvraw.bench.beside.ground import Ground
@@ -20,6 +18,7 @@ from kvraw.bench.beside.rows import ENGINES, Selection, measure, select
 from kvraw.bench.matmul import require_torch
 from kvraw.bench.plot import draw_beside, require_figure, size_text
 from kvraw.cli.files import require_writable
+from kvraw.cli.neighbour import neighbour
 from kvraw.cli.progress import progress
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.runtime.driver import driver
@@ -123,8 +122,6 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, st
     """
     began = time.perf_counter()
     device, chosen = _require(options)
-    if options.neighbour:
-        os.environ[config.NEIGHBOUR.name] = options.neighbour  # read when plans are made
     modules = _modules(options)
     report: dict[str, Any] = {
         "ok": True,
@@ -141,9 +138,9 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, st
         "first": None,
     }
     report["machine"]["driver"] = driver().version()
-    report["options"] |= {"peers": sorted(modules), "neighbour": config.NEIGHBOUR.get()}
     quiet, late = options.json == "-", options.queue or options.first
-    with progress("measuring") as tick:
+    with neighbour(options.neighbour, "busy") as made_for, progress("measuring") as tick:
+        report["options"]["neighbour"] = made_for
         torch = require_torch(device, "--beside decode")
         tick("getting ready")
         if options.first:

@@ -128,6 +128,8 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--quick", action="store_true", help="measure everything once: to try it out, not to quote")
     bench.add_argument("--plot", metavar="FILE", help="draw bandwidth over run size (needs matplotlib)")
     bench.add_argument("--json", metavar="FILE", help="write one JSON document; - prints it")
+    text = "sets KVRAW_NEIGHBOUR; without both busy beside a decode, else idle"
+    bench.add_argument("--neighbour", choices=config.NEIGHBOURS, help=text)
     beside = bench.add_argument_group("beside a decode loop (--beside decode; needs a GPU and torch)")
     beside.add_argument("--doors", type=_names, metavar="NAME,...", help="what is called: plan, lmcache, sglang, ...")
     beside.add_argument("--engines", type=_names, metavar="NAME,...", help="of plans; 'kernel x2': two thread blocks")
@@ -140,7 +142,6 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     beside.add_argument("--batch", type=_positive, default=32, help="of the decode (default: %(default)s)")
     beside.add_argument("--lmcache", metavar="PATH", help="LMCache's compiled module (default: the installed one)")
     beside.add_argument("--sglang", metavar="MODULE", help="SGLang's operations (default: sgl_kernel.kvcacheio)")
-    beside.add_argument("--neighbour", choices=config.NEIGHBOURS, help="sets KVRAW_NEIGHBOUR, busy by default")
     beside.add_argument("--queue", action="store_true", help="a load that arrives behind 2 GiB of stores")
     beside.add_argument("--first", action="store_true", help="first calls beside a GPU that is busy for 1.5 s")
 

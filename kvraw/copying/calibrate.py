@@ -1,4 +1,8 @@
-"""Measures what the planner's model needs of a device: bandwidth over run size, and the time of a small transfer."""
+"""Measures what the planner's model needs of a device.
+
+That is bandwidth over run size and the time of a small transfer, on an idle device; the bandwidth of its memory; and
+the rate of stores from which on they hold up work beside them that is bound by that memory.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,9 @@ from kvraw.copying.addresses import AddressTable
 from kvraw.copying.bound_copy import BoundCopy
 from kvraw.copying.call import Call
 from kvraw.copying.device_state import device_state
+from kvraw.copying.pace import paced_rate
 from kvraw.copying.plan import CopyPlan, Side
-from kvraw.copying.planner import DIRECTIONS, ENGINES, Curve, Profile, profile_for, profile_path
+from kvraw.copying.planner import DIRECTIONS, ENGINES, Curve, Profile, RateLimit, profile_for, profile_path
 from kvraw.runtime.completion import Completion
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
@@ -43,6 +48,11 @@ RUNS = {
 }
 MOST_DESCRIPTORS = 8192
 _LAYERS, _TOKENS, _HEADS = 32, 16, 8
+# The search for the rate of stores: shares of the link, and by how much copies beside them may take longer. On an H200
+# they take 1 to 2 % longer up to three quarters of the link, and a multiple from the whole on (benchmarks/paced.py).
+SHARES = (0.9, 0.85, 0.8, 0.755, 0.7, 0.65, 0.6, 0.5)
+MORE = 0.025
+BESIDE = 256 << 20  # bytes of a copy between device memory
 
 
 class _Transfer:
@@ -80,11 +90,11 @@ class _Transfer:
         self._chunks, self._index, self._count = AddressTable(places, seen, True), IndexVector(ids, 0, count), count
         self._refs = (memory, pool)
 
-    def work(self, engine: str, direction: str) -> Callable[[], Completion]:
-        """What enqueues the transfer once."""
+    def work(self, engine: str, direction: str, rate: float = 0.0) -> Callable[[], Completion]:
+        """What enqueues the transfer once; a kernel keeps to `rate` bytes a second, 0: to none."""
         store = direction == "store"
         sides = self._sides if store else self._sides[::-1]
-        plan = BoundCopy(CopyPlan(*sides, *self._counts), engine=engine, check=False)
+        plan = BoundCopy(CopyPlan(*sides, *self._counts), engine=engine, check=False, limit=RateLimit(False, rate))
         if store:
             call = Call(self._cache, self._chunks, self._index, None, 0, self._count)
         else:
@@ -140,13 +150,68 @@ def _latencies(device: int, curves: dict[str, Curve], tick: Tick) -> dict[str, f
     return out
 
 
+class _Beside:
+    """Copies between device memory on a stream of their own, which their memory alone holds back."""
+
+    def __init__(self, device: int, stack: ExitStack) -> None:
+        self._memory = stack.enter_context(DeviceBuffer(2 * BESIDE, device))
+        self.stream = stack.enter_context(Stream(device))
+
+    def copy(self) -> None:
+        d, address = driver(), self._memory.address
+        d.memcpy_async(address + BESIDE, address, BESIDE, self.stream.handle)
+
+    def seconds(self, work: Callable[[], Completion] | None = None) -> float:
+        """Median time of one, beside transfers that go on from before the first to behind the last."""
+        d, found = driver(), []
+        start, end = d.event_create(timing=True), d.event_create(timing=True)
+        try:
+            for _ in range(max(3, PACE.rounds)):
+                going = [work() for _ in range(6)] if work is not None else []
+                d.event_record(start, self.stream.handle)
+                for _ in range(20):
+                    self.copy()
+                d.event_record(end, self.stream.handle)
+                d.event_synchronize(end)
+                found.append(d.event_milliseconds(start, end) / 20e3)
+                for one in going:
+                    one.wait()
+        finally:
+            d.event_destroy(start)
+            d.event_destroy(end)
+        return statistics.median(found)
+
+
+def _beside(device: int, link: float, tick: Tick) -> tuple[float, float]:
+    """GB/s of device memory, and those of the fastest stores beside which copies of it hardly take longer."""
+    with ExitStack() as stack:
+        tick("device memory")
+        copies, transfer = _Beside(device, stack), _Transfer(device, 4096, TOTAL, min(CHUNK, TOTAL), stack)
+        alone = copies.seconds()
+        rate = SHARES[-1] * link
+        for share in SHARES:
+            tick(f"copies beside stores at {share:.0%} of the link")
+            work = transfer.work("kernel", "store", share * link * 1e9)
+            work().wait()
+            if copies.seconds(work) <= (1 + MORE) * alone:
+                rate = share * link
+                break
+        transfer.stream.synchronize()
+        return round(2 * BESIDE / alone / 1e9, 1), round(rate, 2)
+
+
 def calibrate(device: int, tick: Tick = lambda text: None) -> Profile:
     """Measure a device: a few seconds, about twice `TOTAL` bytes of memory; `tick` is told what comes next."""
     with DeviceScope(device):
         curves = _curves(device, tick)
         latency = _latencies(device, curves, tick)
+        links = {way: curves[f"copy {way}"][-1][1] for way in DIRECTIONS}
+        memory, rate = _beside(device, links["store"], tick)
+        paced = {"store": rate, "load": round(paced_rate("load", links["load"] * 1e9) * 1e-9, 2)}
         day, d = time.strftime("%Y-%m-%d", time.gmtime()), driver()
-        return Profile(f"calibration of {day}: {d.device_name(device)}, driver {d.version()}", curves, latency)
+        return Profile(
+            f"calibration of {day}: {d.device_name(device)}, driver {d.version()}", curves, latency, memory, paced
+        )
 
 
 def require_place(device: int) -> Path:

@@ -107,8 +107,14 @@ def test_backup_and_load(w: TorchLike, layout: str, planes: int, format: int | N
     s.pool.close()
 
 
+@pytest.mark.parametrize("together", [1, 2, LAYERS])
 @pytest.mark.parametrize(("layout", "planes", "format"), SETTINGS)
-def test_a_layer_is_there_before_the_next(w: TorchLike, layout: str, planes: int, format: int | None) -> None:
+def test_a_layer_is_there_before_the_next(
+    w: TorchLike, layout: str, planes: int, format: int | None, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a launch loads some layers, and the last one what is left."""
+    row = planes * (HEADS if planes == 2 else 1) * DIM * 2
+    monkeypatch.setattr("kvraw.host_kv_pool._LAYERS_BYTES", together * 12 * row)
     s = Setting(w, layout, planes, format=format)
     slots, target = s.pool.alloc(12), slots_of([2, 8, 1])
     loading = s.pool.load_layers(s.cache, slots, target, stream=w.stream)
@@ -128,8 +134,9 @@ def test_a_layer_is_there_before_the_next(w: TorchLike, layout: str, planes: int
     s.pool.close()
 
 
-def test_layers_end_in_order(fake: object) -> None:
+def test_layers_end_in_order(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the emulator nothing runs until something waits: the first layer's wait leaves the last one undone."""
+    monkeypatch.setattr("kvraw.host_kv_pool._LAYERS_BYTES", 1)
     w = TorchLike(0)
     s = Setting(w, "page_first")
     loading = s.pool.load_layers(s.cache, s.pool.alloc(8), slots_of([5, 6]), stream=w.stream)
@@ -291,6 +298,7 @@ def test_close_waits_for_a_call_that_has_not_enqueued_yet(fake: object, monkeypa
 
 
 def test_a_layer_that_fails_leaves_those_before_it_noted(fake: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvraw.host_kv_pool._LAYERS_BYTES", 1)
     w = TorchLike(0)
     s = Setting(w, "page_first")
     slots, calls = s.pool.alloc(4), []

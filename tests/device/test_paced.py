@@ -16,7 +16,7 @@ from kvraw.copying.device_state import DeviceState, device_state
 from kvraw.copying.indexed import IndexedLaunch
 from kvraw.copying.kernel import PACED_THREADS, KernelPlan
 from kvraw.copying.operands import Operands
-from kvraw.copying.pace import LEAST_RATE, WAYS, both_ways, paced_rate
+from kvraw.copying.pace import BOTH, LEAST_RATE, MEAN, WAYS, both_ways, paced_rate
 from kvraw.copying.plan import CopyPlan, Side
 from kvraw.copying.planner import RateLimit
 from kvraw.errors import BoundsError
@@ -134,8 +134,8 @@ def test_the_words_of_a_pace(fake: FakeDriver, busy: bool, way: str, rate: float
         places = [case.state.paces.address(w) for w in (way, {"store": "load", "load": "store"}.get(way, way))]
     assert launch is not None
     assert launch.threads <= PACED_THREADS[way]
-    both = min(rate, 0.55 * 55e9) if busy and way != "copy" else rate
-    mean = min(rate, {"store": 0.69, "load": 0.9}[way] * 55e9) if busy and way != "copy" else rate
+    both = min(rate, BOTH * 55e9) if busy and way != "copy" else rate
+    mean = min(rate, MEAN[way] * 55e9) if busy and way != "copy" else rate
     costs = [round(256 * 16 * 16e9 / r) for r in (rate, mean, both)]
     want = [*places, 4000 * 16, costs[0], costs[1] * (mean < rate), costs[2]]
     for words in (launch.block.words, case.kernel._block.words):

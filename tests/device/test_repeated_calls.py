@@ -204,6 +204,7 @@ def test_auto_asks_how_many_ids_follow_each_other(fake: FakeDriver, monkeypatch:
     }
     profile = Profile("a test", curves, {"kernel": 1.0, "copy": 1.0, "staged": 1.0})
     monkeypatch.setattr(chooser, "profile_for", lambda _: profile)
+    monkeypatch.setenv("KVRAW_NEIGHBOUR", "idle")  # by time alone
     world = World(0)
     apart, joined = np.arange(0, 16, 2, dtype=np.int64), np.arange(8, dtype=np.int64)
     engines = []

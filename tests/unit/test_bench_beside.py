@@ -150,9 +150,11 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     document = json.loads(file.read_text())
     assert set(document) == {"ok", "machine", "options", "decode", "rows", "queue", "first", "seconds"}
     assert [row["way"] for row in document["rows"]] == ["store", "load", "both"] * 2
-    assert os.environ["KVRAW_NEIGHBOUR"] == "idle"
+    assert document["options"]["neighbour"] == "idle"
+    assert not os.environ["KVRAW_NEIGHBOUR"]  # as it was
     assert main([*FEW, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["ok"]
+    document = json.loads(capsys.readouterr().out)
+    assert (document["ok"], document["options"]["neighbour"]) == (True, "busy")
 
 
 @pytest.mark.usefixtures("on_the_cpu")
@@ -266,7 +268,10 @@ def test_lanes_end_where_one_cannot_be_made(ground: Ground) -> None:
 def test_gpu(gpu: int, torch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--beside", "decode", "--sizes", "8", "--seconds", "0.1", "--json", "-"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [row for row in document["rows"] if row["error"]] == []
-    for row in document["rows"]:
+    # A machine that is busy with other tests may be late for every step: such a row says so, and has no figures.
+    late = [row for row in document["rows"] if "host was late" in (row["error"] or "")]
+    assert [row for row in document["rows"] if row["error"] and row not in late] == []
+    assert len(late) < len(document["rows"]) / 2
+    for row in (row for row in document["rows"] if row not in late):
         assert row["gb_per_s"] > 0
         assert row["p50_percent"] > -10

@@ -23,6 +23,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(calibrate, "PACE", QUICK)
     monkeypatch.setattr(calibrate, "TOTAL", 1 << 16)
+    monkeypatch.setattr(calibrate, "BESIDE", 1 << 12)
+    monkeypatch.setattr(calibrate, "SHARES", (0.9, 0.5))
     monkeypatch.setattr(calibrate, "RUNS", dict.fromkeys(ENGINES, (64, 4096)))
     profile_for.cache_clear()
 

@@ -26,6 +26,8 @@ def test_choices_beside_other_work(fake: FakeDriver, direction: str) -> None:
         assert f"at {choice.rate / 1e9:.0f} GB/s" in choice.reason
     choice = Call(256 * KIB, 64, 32, direction, limit=BUSY).choose()
     assert (choice.engine, choice.rate) == ("copy", 0)
+    # The copy engine is the faster one, but would take the caller's thread for as long as the copy takes.
+    assert Call(32 * KIB, 64, 32, direction, limit=BUSY).choose().engine == "kernel"
     assert Call(256, 512, 512, direction, limit=BUSY).choose(on_device=True).engine == "kernel"
     asked = Call(256, 512, 512, direction, limit=BUSY, engine="staged").choose()
     assert (asked.engine, asked.reason) == ("staged", "asked for")
