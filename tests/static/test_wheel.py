@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import email
 import email.message
 import hashlib
@@ -19,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import kvraw
+from kvraw.adapters.engines import ENGINES
 
 ROOT = Path(__file__).parents[2]
 CORE = {"numpy", "numba", "cuda-python"}
@@ -120,6 +122,10 @@ def test_requirements(metadata: email.message.Message) -> None:
     }
 
 
-def test_command(files: dict[str, bytes]) -> None:
-    assert dist_info(files, "entry_points.txt").split() == ["[console_scripts]", "kvraw", "=", "kvraw.cli.main:main"]
+def test_command_and_what_engines_find(files: dict[str, bytes]) -> None:
+    points = configparser.ConfigParser(delimiters="=")
+    points.read_string(dist_info(files, "entry_points.txt"))
+    found = {group: dict(points[group]) for group in points.sections()}
+    assert found.pop("console_scripts") == {"kvraw": "kvraw.cli.main:main"}
+    assert found == {engine.group: {"kvraw": engine.entry} for engine in ENGINES.values()}
     assert "kvraw/cli/main.py" in files
