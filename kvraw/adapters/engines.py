@@ -179,13 +179,20 @@ def serve(name: str) -> bool:
         reason = f"{type(error).__name__}: {error}"
     _state[name] = not reason
     if not reason:
-        text = f"kvraw serves {engine.name} {version_of(engine)}: {engine.serves}; {engine.name}'s own: {engine.leaves}"
-        log.info(text)
-    elif config.DISABLE.name in reason:
-        log.info("kvraw leaves %s alone: %s", name, reason)
+        text = f"kvraw serves {name} {version_of(engine)}: {engine.serves}; {name}'s own: {engine.leaves}"
+        _report(log, logging.INFO, text)
     else:
-        log.warning("kvraw leaves %s alone: %s", name, reason)
+        level = logging.INFO if config.DISABLE.name in reason else logging.WARNING
+        _report(log, level, f"kvraw leaves {name} alone: {reason}")
     return _state[name]
+
+
+def _report(log: logging.Logger, level: int, text: str) -> None:
+    """Log a line; to stderr where the engine has not set its logging up yet, as SGLang's schedulers have not."""
+    if log.hasHandlers():
+        log.log(level, "%s", text)
+    else:
+        logging.StreamHandler().handle(log.makeRecord(log.name, level, __file__, 0, "%s", (text,), None))
 
 
 def serve_sglang() -> None:

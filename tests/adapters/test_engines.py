@@ -124,6 +124,16 @@ assert (logger, level) == ("{name}.kvraw", "INFO") and "kvraw serves {name} " in
     enter(tmp_path, name, code)
 
 
+def test_the_line_is_there_before_an_engine_sets_its_logging_up(tmp_path: Path) -> None:
+    code = f"""import io
+sys.stderr = io.StringIO()
+{ENTER["sglang"]}{ENTER["sglang"]}
+assert sys.stderr.getvalue().startswith("kvraw serves sglang 0.5.23+cu130: sgl_kernel.kvcacheio"), sys.stderr.getvalue()
+assert sys.stderr.getvalue().count("\\n") == 1
+"""
+    run(tmp_path, FILES | metadata({"sglang": newest(ENGINES["sglang"])}), code)
+
+
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_what_was_imported_before(tmp_path: Path, name: str) -> None:
     """Who took a function from a module that was loaded already has kvraw's too."""
