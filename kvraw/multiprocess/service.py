@@ -1,0 +1,456 @@
+"""What the server answers to each request; sockets and threads are not its concern.
+
+A client is known by its connection's identity, and what it holds by tickets, which have the number of the request that
+made them. A ticket is a store (slots being written), a retrieve or a lookup (objects locked), and has a time limit:
+
+- a retrieve or lookup that is over its limit is unlocked, and its commit says so: what was read must not be used;
+- a store that is over its limit is never published, but its memory stays set aside as long as the client lives, for it
+  may still be writing there. The client's next word on the ticket, or its death, gives the memory back.
+
+A client that was silent for `liveness` seconds counts as dead.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from kvraw.errors import BoundsError
+from kvraw.multiprocess import messages as m
+from kvraw.multiprocess.objects import ObjectTable, StoredObject
+from kvraw.runtime.host.pool import HostPool
+
+__all__ = ["Limits", "Service"]
+
+_log = logging.getLogger("kvraw")
+Kind = Literal["store", "retrieve", "lookup"]
+MARK_BYTES = 16
+_MOST_CLIENTS = 4096
+_FEW = 200  # characters of an error's text
+
+
+class Limits(NamedTuple):
+    """Time limits in seconds.
+
+    Attributes
+    ----------
+    write, read : float
+        From prepare to commit; `read` also of locks that a lookup takes.
+    liveness : float
+        Silence after which a client counts as dead; it gives a sign of life four times as often.
+    drain : float
+        That `CacheServer.stop` waits for tickets that are open.
+    """
+
+    write: float = 60.0
+    read: float = 60.0
+    liveness: float = 10.0
+    drain: float = 10.0
+
+    def require(self) -> None:
+        """Raise `BoundsError` where one is not positive, but `drain`, which may be 0."""
+        for name, value in self._asdict().items():
+            if not (value > 0 or (value == 0 and name == "drain")) or value == float("inf"):
+                raise BoundsError(f"limits: {name} is {value}, must be a positive number of seconds")
+
+
+class _Ticket:
+    __slots__ = ("client", "deadline", "expired", "id", "kind", "missing", "objects")
+
+    def __init__(self, client: _Client, id: int, kind: Kind, objects: list[StoredObject], deadline: float) -> None:
+        self.client, self.id, self.kind, self.objects, self.deadline = client, id, kind, objects, deadline
+        self.expired = False
+        # Slots that only the server can fill, and that are not filled.
+        self.missing = set(range(len(objects))) if kind == "store" and not client.shared else set()
+
+
+class _Client:
+    __slots__ = ("chunk_bytes", "identity", "last", "name", "shared", "tickets")
+
+    def __init__(self, identity: bytes, name: str, chunk_bytes: int, shared: bool, now: float) -> None:
+        self.identity, self.name, self.chunk_bytes, self.shared = identity, name, chunk_bytes, shared
+        self.last = now
+        self.tickets: dict[int, _Ticket] = {}
+
+
+class _RefusedError(Exception):
+    def __init__(self, code: str, text: str) -> None:
+        self.code, self.text = code, text
+
+
+_NOTHING = np.empty(0, np.uint8)
+Frames = list[Any]  # a header, and what has the buffer protocol
+
+
+class Service:
+    """The cache behind a pool. One thread at a time may call it.
+
+    Attributes
+    ----------
+    draining : bool
+        Nothing new is taken.
+    counts : Counter
+        Of what happened, by name.
+    requests : Counter
+        By operation and outcome.
+    """
+
+    def __init__(
+        self, pool: HostPool, limits: Limits | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limits = Limits() if limits is None else limits
+        self.limits.require()
+        self._pool, self._clock = pool, clock
+        (first,) = pool.chunks(1, MARK_BYTES)
+        self._mark = np.random.default_rng().bytes(MARK_BYTES)  # by which a client knows the pool again
+        first.numpy()[:] = np.frombuffer(self._mark, np.uint8)
+        if first.address != pool.address:
+            raise BoundsError("the pool was used before, must be new")
+        self._first = first
+        self.objects = ObjectTable(pool)
+        self._clients: dict[bytes, _Client] = {}
+        self._deadlines: list[tuple[float, int, _Ticket]] = []  # a heap; the number keeps tickets from being compared
+        self._serial = itertools.count()
+        self.draining = False
+        self.counts: Counter[str] = Counter()
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self._handlers: dict[type, tuple[str, Callable[[_Client, Any, Sequence[Any]], Frames]]] = {
+            m.Unregister: ("unregister", self._unregister),
+            m.Heartbeat: ("heartbeat", self._heartbeat),
+            m.PrepareStore: ("prepare_store", self._prepare_store),
+            m.PrepareRetrieve: ("prepare_retrieve", self._prepare_retrieve),
+            m.Lookup: ("lookup", self._lookup),
+            m.Put: ("put", self._put),
+            m.Get: ("get", self._get),
+            m.Commit: ("commit", self._commit),
+            m.Abort: ("abort", self._abort),
+            m.Release: ("release", self._release),
+            m.Clear: ("clear", self._clear),
+        }
+
+    # one request
+
+    def handle(self, identity: bytes, frames: Sequence[Any]) -> Frames:
+        """The reply to a message: always one, whatever the message is.
+
+        Parameters
+        ----------
+        identity : bytes
+            Whose message it is.
+        frames : sequence
+            The header and the frames behind it, each with the buffer protocol.
+
+        Returns
+        -------
+        list
+            Frames of the reply. Frames behind its header may be memory of the pool, which is locked for the client.
+        """
+        name, id, outcome = "malformed", 0, "ok"
+        try:
+            if not frames:
+                raise _RefusedError("malformed", "the message has no header")
+            request = m.decode_request(memoryview(frames[0]))
+            id = request.id
+            return self._answer(identity, request, frames[1:])
+        except m.MessageError as error:
+            outcome, text, id = error.code, str(error), error.id
+        except _RefusedError as error:
+            outcome, text = error.code, error.text
+        except Exception as error:
+            _log.exception("a request failed")
+            outcome, text = "internal", f"{type(error).__name__}: {error}"
+        self.requests[name, outcome] += 1
+        self.counts["errors"] += 1
+        return [m.encode(m.Error(id=id, code=outcome, text=text[:_FEW]))]
+
+    def _answer(self, identity: bytes, request: Any, payload: Sequence[Any]) -> Frames:
+        if payload and type(request) is not m.Put:
+            raise _RefusedError("payload", f"{len(payload)} frames behind the header, must be none")
+        if type(request) is m.Register:
+            reply, name = self._register(identity, request), "register"
+        elif type(request) is m.Stats:
+            reply, name = [m.encode(m.StatsReply(id=request.id, values=self.stats()))], "stats"
+        else:
+            client = self._clients.get(identity)
+            if client is None:
+                raise _RefusedError(
+                    "unregistered", "register first: the server does not know this client, or not any more"
+                )
+            client.last = self._clock()
+            name, handler = self._handlers[type(request)]
+            reply = handler(client, request, payload)
+        self.requests[name, "ok"] += 1
+        return reply
+
+    def _register(self, identity: bytes, request: m.Register) -> Frames:
+        if self.draining:
+            raise _RefusedError("draining", "the server ends")
+        if request.chunk_bytes > self._pool.nbytes - HostPool.ALIGNMENT:
+            raise _RefusedError("bounds", f"chunk_bytes is {request.chunk_bytes}, the pool has {self._pool.nbytes}")
+        old = self._clients.get(identity)
+        if old is not None:  # its copies may be under way
+            if (old.chunk_bytes, old.shared) != (request.chunk_bytes, request.shared):
+                raise _RefusedError("bounds", f"registered with chunk_bytes {old.chunk_bytes}, shared {old.shared}")
+            old.last = self._clock()
+        elif len(self._clients) >= _MOST_CLIENTS:
+            raise _RefusedError("bounds", f"{len(self._clients)} clients are registered, the most there can be")
+        if old is None:
+            self._clients[identity] = _Client(
+                identity, request.name, request.chunk_bytes, request.shared, self._clock()
+            )
+        return [
+            m.encode(
+                m.Registered(
+                    id=request.id,
+                    pool=self._pool.name or "",
+                    pool_bytes=self._pool.nbytes,
+                    mark=self._mark,
+                    heartbeat=self.limits.liveness / 4,
+                    write_limit=self.limits.write,
+                    read_limit=self.limits.read,
+                )
+            )
+        ]
+
+    def _unregister(self, client: _Client, request: m.Unregister, payload: Sequence[Any]) -> Frames:
+        self._forget(client)
+        return _done(request)
+
+    def _heartbeat(self, client: _Client, request: m.Heartbeat, payload: Sequence[Any]) -> Frames:
+        return _done(request)
+
+    def _prepare_store(self, client: _Client, request: m.PrepareStore, payload: Sequence[Any]) -> Frames:
+        self._require_new(client, request.id)
+        objects, table = [], self.objects
+        table.touch(request.keys)  # so that none of them goes for the sake of the others
+        indices, present, refused = [], 0, 0
+        for at, key in enumerate(request.keys):
+            if table.known(key):
+                present += 1
+            elif (
+                refused or (made := table.reserve(key, client.chunk_bytes)) is None
+            ):  # what comes later is of no use without it
+                refused += 1
+            else:
+                objects.append(made)
+                indices.append(at)
+        self.counts["refused"] += refused
+        ticket = self._open(client, request.id, "store", objects, self.limits.write)
+        offsets = self._offsets(objects) if client.shared else []
+        return [
+            m.encode(
+                m.Slots(
+                    id=request.id, ticket=ticket, indices=indices, offsets=offsets, present=present, refused=refused
+                )
+            )
+        ]
+
+    def _prepare_retrieve(self, client: _Client, request: m.PrepareRetrieve, payload: Sequence[Any]) -> Frames:
+        self._require_new(client, request.id)
+        objects = self._leading(client, request.keys)
+        self.counts["hits"] += len(objects)
+        self.counts["misses"] += len(request.keys) - len(objects)
+        if len(objects) < len(request.keys):
+            return [m.encode(m.Found(id=request.id, hits=len(objects)))]
+        self.objects.touch(request.keys)
+        ticket = self._open(client, request.id, "retrieve", objects, self.limits.read)
+        offsets = self._offsets(objects) if client.shared else []
+        return [m.encode(m.Slots(id=request.id, ticket=ticket, indices=list(range(len(objects))), offsets=offsets))]
+
+    def _lookup(self, client: _Client, request: m.Lookup, payload: Sequence[Any]) -> Frames:
+        if request.lock:
+            self._require_new(client, request.id)
+        objects = self._leading(client, request.keys)
+        ticket = 0
+        if request.lock:
+            self.objects.touch([one.key for one in objects])
+            ticket = self._open(client, request.id, "lookup", objects, self.limits.read)
+        return [m.encode(m.Found(id=request.id, hits=len(objects), ticket=ticket))]
+
+    def _commit(self, client: _Client, request: m.Commit, payload: Sequence[Any]) -> Frames:
+        ticket = self._ticket(client, request.ticket, "store", "retrieve")
+        if ticket.kind == "retrieve":
+            self._close(ticket)
+            self._require_in_time(ticket)
+            return _done(request, len(ticket.objects))
+        try:
+            self._require_in_time(ticket)
+            if ticket.missing:
+                raise _RefusedError("payload", f"{len(ticket.missing)} of {len(ticket.objects)} chunks were not put")
+        except _RefusedError:
+            self._close(ticket)
+            raise
+        del client.tickets[ticket.id]
+        self.objects.publish(ticket.objects)
+        self.counts["stored"] += len(ticket.objects)
+        self.counts["stored_bytes"] += sum(one.chunk.nbytes for one in ticket.objects)
+        return _done(request, len(ticket.objects))
+
+    def _put(self, client: _Client, request: m.Put, payload: Sequence[Any]) -> Frames:
+        ticket = self._ticket(client, request.ticket, "store")
+        self._require_in_time(ticket)
+        objects = ticket.objects[request.first : request.first + len(payload)]
+        if client.shared or not payload or len(objects) != len(payload):
+            raise _RefusedError(
+                "payload",
+                f"{len(payload)} frames for the slots from {request.first} on, of which there are "
+                f"{0 if client.shared else len(ticket.objects)}",
+            )
+        sources = [np.frombuffer(frame, np.uint8) if len(frame) else _NOTHING for frame in payload]
+        for at, (one, source) in enumerate(zip(objects, sources, strict=True)):
+            if source.nbytes != one.chunk.nbytes:
+                raise _RefusedError("payload", f"frame {at} has {source.nbytes} bytes, its slot {one.chunk.nbytes}")
+        for at, (one, source) in enumerate(zip(objects, sources, strict=True), request.first):
+            one.chunk.numpy()[:] = source
+            ticket.missing.discard(at)
+        return _done(request, len(objects))
+
+    def _get(self, client: _Client, request: m.Get, payload: Sequence[Any]) -> Frames:
+        ticket = self._ticket(client, request.ticket, "retrieve")
+        self._require_in_time(ticket)
+        objects = ticket.objects[request.first : request.first + request.count]
+        if client.shared or not objects or len(objects) != request.count:
+            raise _RefusedError(
+                "bounds",
+                f"{request.count} chunks from {request.first} on, of which there are "
+                f"{0 if client.shared else len(ticket.objects)} to send",
+            )
+        return [*_done(request, len(objects)), *(one.chunk.numpy() for one in objects)]
+
+    def _abort(self, client: _Client, request: m.Abort, payload: Sequence[Any]) -> Frames:
+        ticket = self._ticket(client, request.ticket, "store", "retrieve", "lookup")
+        self._close(ticket)
+        return _done(request, len(ticket.objects))
+
+    def _release(self, client: _Client, request: m.Release, payload: Sequence[Any]) -> Frames:
+        ticket = self._ticket(client, request.ticket, "lookup")
+        self._close(ticket)
+        self._require_in_time(ticket)
+        return _done(request, len(ticket.objects))
+
+    def _clear(self, client: _Client, request: m.Clear, payload: Sequence[Any]) -> Frames:
+        return _done(request, self.objects.clear())
+
+    # tickets
+
+    def _require_new(self, client: _Client, id: int) -> None:
+        if self.draining:
+            raise _RefusedError("draining", "the server ends")
+        if not id or id in client.tickets:
+            raise _RefusedError("ticket", f"request {id} cannot be a ticket: it is 0, or one that is open")
+
+    def _offsets(self, objects: Sequence[StoredObject]) -> list[int]:
+        base = self._pool.address
+        return [one.chunk.address - base for one in objects]
+
+    def _leading(self, client: _Client, keys: Sequence[bytes]) -> list[StoredObject]:
+        found = []
+        for key in keys:
+            one = self.objects.find(key, client.chunk_bytes)
+            if one is None:
+                break
+            found.append(one)
+        return found
+
+    def _open(self, client: _Client, id: int, kind: Kind, objects: list[StoredObject], limit: float) -> int:
+        """The number of a new ticket; 0 where it would hold nothing."""
+        if not objects:
+            return 0
+        ticket = client.tickets[id] = _Ticket(client, id, kind, objects, self._clock() + limit)
+        if kind != "store":
+            for one in objects:
+                one.locks += 1
+        heapq.heappush(self._deadlines, (ticket.deadline, next(self._serial), ticket))
+        return id
+
+    @staticmethod
+    def _ticket(client: _Client, id: int, *kinds: Kind) -> _Ticket:
+        ticket = client.tickets.get(id)
+        if ticket is None or ticket.kind not in kinds:
+            raise _RefusedError("ticket", f"ticket {id} is no {' or '.join(kinds)} of this client that is open")
+        return ticket
+
+    def _require_in_time(self, ticket: _Ticket) -> None:
+        if ticket.expired or ticket.deadline < self._clock():
+            raise _RefusedError("expired", f"ticket {ticket.id} is over its time limit")
+
+    def _close(self, ticket: _Ticket) -> None:
+        """End a ticket; what it was to write is dropped."""
+        del ticket.client.tickets[ticket.id]
+        if ticket.kind == "store":
+            for one in ticket.objects:
+                self.objects.drop(one)
+        elif not ticket.expired:
+            _unlock(ticket)
+
+    def _expire(self, ticket: _Ticket) -> None:
+        ticket.expired = True
+        self.counts["expired"] += 1
+        if ticket.kind == "store":
+            for one in ticket.objects:
+                self.objects.withdraw(one)
+        else:
+            _unlock(ticket)
+
+    def _forget(self, client: _Client) -> None:
+        for ticket in list(client.tickets.values()):
+            self._close(ticket)
+        del self._clients[client.identity]
+
+    # time
+
+    def tick(self) -> float:
+        """End what is over its limit; seconds until something else may be."""
+        now = self._clock()
+        while self._deadlines:
+            deadline, _, ticket = self._deadlines[0]
+            current = ticket.client.tickets.get(ticket.id) is ticket
+            if current and deadline > now:
+                break
+            heapq.heappop(self._deadlines)
+            if current:
+                self._expire(ticket)
+        dead = [client for client in self._clients.values() if now - client.last > self.limits.liveness]
+        for client in dead:
+            _log.warning("client %r was silent for %.1f s: dropped", client.name, now - client.last)
+            self._forget(client)
+            self.counts["dead"] += 1
+        soonest = self._deadlines[0][0] - now if self._deadlines else 1.0
+        return max(0.01, min(soonest, self.limits.liveness / 4, 1.0))
+
+    def open_copies(self) -> int:
+        """Stores and retrieves that may still be committed."""
+        return sum(
+            1 for c in self._clients.values() for t in c.tickets.values() if t.kind != "lookup" and not t.expired
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Counts and gauges by name; another thread may ask."""
+        names = ("hits", "misses", "stored", "stored_bytes", "refused", "expired", "dead", "errors", "dropped_replies")
+        return {
+            **{name: float(self.counts[name]) for name in names},
+            "evicted": float(self.objects.evicted),
+            "objects": float(len(self.objects)),
+            "writing": float(self.objects.writing),
+            "object_bytes": float(self.objects.nbytes),
+            "pool_bytes": float(self._pool.nbytes),
+            "locked": float(self.objects.locked()),
+            "tickets": float(sum(len(c.tickets) for c in list(self._clients.values()))),
+            "clients": float(len(self._clients)),
+        }
+
+
+def _done(request: m.Request, count: int = 0) -> Frames:
+    return [m.encode(m.Done(id=request.id, count=count))]
+
+
+def _unlock(ticket: _Ticket) -> None:
+    for one in ticket.objects:
+        one.locks -= 1
