@@ -127,7 +127,7 @@ class Lookup(Request, tag="lookup"):
 
 
 class Put(Request, tag="put"):
-    """Of a client by message: chunks for the slots of a store from number `first` on, each a frame behind the header."""
+    """Of a client by message: chunks for slots of a store from number `first` on, each a frame behind the header."""
 
     ticket: Id
     first: Count

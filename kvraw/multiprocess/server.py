@@ -29,7 +29,6 @@ __all__ = ["CacheServer"]
 _log = logging.getLogger("kvraw")
 _MOST_FRAMES = (1 << 16) + 2
 _ROUND = 64  # messages between two looks at the clock
-_LARGE = 1 << 16  # bytes from which a frame is sent from where it lies
 
 
 class CacheServer(Closing):
@@ -60,6 +59,8 @@ class CacheServer(Closing):
         Where it listens.
     pool : HostPool
         The memory.
+    pool_name : str
+        Its name in /dev/shm.
     service : Service
         What answers.
 
@@ -100,10 +101,12 @@ class CacheServer(Closing):
         self._exporter: Exporter | None = None
         self._pid = os.getpid()
         self.pool: HostPool | None = None
+        self.pool_name: str | None = None
         try:
             self._listening = Listening(self._context, endpoint, keys, message_bytes)
             self.endpoint = self._listening.endpoint
             self.pool = HostPool(nbytes, pin=False, options=HostOptions(kind="shared", name=name, populate=populate))
+            self.pool_name = self.pool.name
             self.service = Service(self.pool, limits)
             if metrics is not None:
                 self._exporter = Exporter(self.service, metrics)
@@ -136,7 +139,7 @@ class CacheServer(Closing):
         return self
 
     def stop(self) -> None:
-        """Take nothing new, wait for open tickets within `Limits.drain`, then end `run`. Handlers of signals may call it.
+        """Take nothing new, wait for open tickets within `Limits.drain`, then end `run`. Signal handlers may call it.
 
         A second call waits for nothing.
         """

@@ -229,28 +229,29 @@ class Service:
     def _prepare_store(self, client: _Client, request: m.PrepareStore, payload: Sequence[Any]) -> Frames:
         self._require_new(client, request.id)
         objects, table = [], self.objects
-        table.touch(request.keys)  # so that none of them goes for the sake of the others
+        # Neither do those that are there go for the sake of the others, nor is what follows a gap of any use.
+        held = [one for key in request.keys if (one := table.find(key, client.chunk_bytes)) is not None]
+        for one in held:
+            one.locks += 1
+        table.touch(request.keys)
         indices, present, refused = [], 0, 0
         for at, key in enumerate(request.keys):
             if table.known(key):
                 present += 1
-            elif (
-                refused or (made := table.reserve(key, client.chunk_bytes)) is None
-            ):  # what comes later is of no use without it
+            elif refused or (made := table.reserve(key, client.chunk_bytes)) is None:
                 refused += 1
             else:
                 objects.append(made)
                 indices.append(at)
+        for one in held:
+            one.locks -= 1
         self.counts["refused"] += refused
         ticket = self._open(client, request.id, "store", objects, self.limits.write)
         offsets = self._offsets(objects) if client.shared else []
-        return [
-            m.encode(
-                m.Slots(
-                    id=request.id, ticket=ticket, indices=indices, offsets=offsets, present=present, refused=refused
-                )
-            )
-        ]
+        slots = m.Slots(
+            id=request.id, ticket=ticket, indices=indices, offsets=offsets, present=present, refused=refused
+        )
+        return [m.encode(slots)]
 
     def _prepare_retrieve(self, client: _Client, request: m.PrepareRetrieve, payload: Sequence[Any]) -> Frames:
         self._require_new(client, request.id)
@@ -427,9 +428,8 @@ class Service:
 
     def open_copies(self) -> int:
         """Stores and retrieves that may still be committed."""
-        return sum(
-            1 for c in self._clients.values() for t in c.tickets.values() if t.kind != "lookup" and not t.expired
-        )
+        tickets = [ticket for client in self._clients.values() for ticket in client.tickets.values()]
+        return sum(1 for ticket in tickets if ticket.kind != "lookup" and not ticket.expired)
 
     def stats(self) -> dict[str, float]:
         """Counts and gauges by name; another thread may ask."""
