@@ -166,7 +166,7 @@ class Listening:
         s.setsockopt(zmq.LINGER, 1000)
         s.setsockopt(zmq.MAXMSGSIZE, most)  # a larger frame ends its connection
         s.setsockopt(zmq.RCVHWM, 64)
-        s.setsockopt(zmq.SNDHWM, 64)
+        s.setsockopt(zmq.SNDHWM, 4096)  # replies that a client may leave unread; what is more is dropped and counted
         s.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that a reply that cannot go is counted
         s.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that connects anew keeps its identity
         s.setsockopt(zmq.IPV6, 1)

@@ -193,8 +193,10 @@ class CacheServer(Closing):
                 if len(reply) == 1:
                     socket.send_multipart([identity, reply[0]], zmq.NOBLOCK)
                 else:
-                    # From where they lie: they are locked until the client says that it has them.
-                    socket.send_multipart([identity, *reply], zmq.NOBLOCK, copy=False)
+                    # From where they lie.
+                    sent = socket.send_multipart([identity, *reply], zmq.NOBLOCK, copy=False, track=True)
+                    assert sent is not None
+                    self.service.hold(sent)
             except zmq.ZMQError:  # gone, or it takes nothing; its tickets end by their limits
                 self.service.counts["dropped_replies"] += 1
 

@@ -18,7 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -59,6 +59,14 @@ class Limits(NamedTuple):
         for name, value in self._asdict().items():
             if not (value > 0 or (value == 0 and name == "drain")) or value == float("inf"):
                 raise BoundsError(f"limits: {name} is {value}, must be a positive number of seconds")
+
+
+class Sent(Protocol):
+    """Tells whether a message has left."""
+
+    @property
+    def done(self) -> bool:
+        """True once nobody reads its frames any more."""
 
 
 class _Ticket:
@@ -118,6 +126,8 @@ class Service:
         self._clients: dict[bytes, _Client] = {}
         self._deadlines: list[tuple[float, int, _Ticket]] = []  # a heap; the number keeps tickets from being compared
         self._serial = itertools.count()
+        self.lent: list[StoredObject] = []  # whose memory the last reply consists of
+        self._held: list[tuple[Sent, list[StoredObject]]] = []
         self.draining = False
         self.counts: Counter[str] = Counter()
         self.requests: Counter[tuple[str, str]] = Counter()
@@ -150,7 +160,7 @@ class Service:
         Returns
         -------
         list
-            Frames of the reply. Frames behind its header may be memory of the pool, which is locked for the client.
+            Frames of the reply. Frames behind its header are memory of the pool: whoever sends them calls `hold`.
         """
         name, id, outcome = "malformed", 0, "ok"
         try:
@@ -323,6 +333,7 @@ class Service:
                 f"{request.count} chunks from {request.first} on, of which there are "
                 f"{0 if client.shared else len(ticket.objects)} to send",
             )
+        self.lent = objects
         return [*_done(request, len(objects)), *(one.chunk.numpy() for one in objects)]
 
     def _abort(self, client: _Client, request: m.Abort, payload: Sequence[Any]) -> Frames:
@@ -389,7 +400,7 @@ class Service:
             for one in ticket.objects:
                 self.objects.drop(one)
         elif not ticket.expired:
-            _unlock(ticket)
+            _unlock(ticket.objects)
 
     def _expire(self, ticket: _Ticket) -> None:
         ticket.expired = True
@@ -398,18 +409,31 @@ class Service:
             for one in ticket.objects:
                 self.objects.withdraw(one)
         else:
-            _unlock(ticket)
+            _unlock(ticket.objects)
 
     def _forget(self, client: _Client) -> None:
         for ticket in list(client.tickets.values()):
             self._close(ticket)
         del self._clients[client.identity]
 
+    def hold(self, sent: Sent) -> None:
+        """Keep what the last reply consists of until it was sent, whatever becomes of its ticket."""
+        lent, self.lent = self.lent, []
+        for one in lent:
+            one.locks += 1
+        self._held.append((sent, lent))
+
     # time
 
     def tick(self) -> float:
         """End what is over its limit; seconds until something else may be."""
         now = self._clock()
+        held, self._held = self._held, []
+        for entry in held:
+            if entry[0].done:
+                _unlock(entry[1])
+            else:
+                self._held.append(entry)
         while self._deadlines:
             deadline, _, ticket = self._deadlines[0]
             current = ticket.client.tickets.get(ticket.id) is ticket
@@ -451,6 +475,6 @@ def _done(request: m.Request, count: int = 0) -> Frames:
     return [m.encode(m.Done(id=request.id, count=count))]
 
 
-def _unlock(ticket: _Ticket) -> None:
-    for one in ticket.objects:
+def _unlock(objects: Sequence[StoredObject]) -> None:
+    for one in objects:
         one.locks -= 1

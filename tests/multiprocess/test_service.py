@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,6 +150,22 @@ def test_what_messages_carry_is_checked_against_the_slots(world: World) -> None:
     assert one.ask(m.Get(ticket=ticket, first=1, count=1)).count == 1
     assert [bytes(frame) for frame in one.frames] == [b"\2" * 4096]
     assert world.client("a").code(m.Get(ticket=ticket, first=0, count=1)) == "ticket"
+
+
+def test_what_is_being_sent_stays_as_it_is(world: World) -> None:
+    a, one = world.client("a"), world.client("m", shared=False)
+    world.stored(a, 1)
+    one.ask(m.Get(ticket=one.ask(m.PrepareRetrieve(keys=names(1))).ticket, first=0, count=1))
+    sent, frames = SimpleNamespace(done=False), one.frames
+    world.service.hold(sent)
+    one.ask(m.Unregister())
+    world.at(50.0)
+    a.ask(m.Heartbeat())
+    assert len(a.ask(m.PrepareStore(keys=names(*range(10, 20)))).indices) == SLOTS - 1
+    assert bytes(frames[0]) == b"\1" * 4096
+    sent.done = True
+    world.at(51.0)
+    assert world.service.stats()["locked"] == 0
 
 
 def test_tickets_are_their_clients_own(world: World) -> None:
