@@ -84,7 +84,9 @@ class CacheClient(Closing):
             # Nobody else can go on under this name, and the server knows it again after a connection was lost.
             socket.setsockopt(zmq.ROUTING_ID, b"kv" + secrets.token_bytes(16))
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a server that is to come, and is then out of date
+            # Not zmq.IMMEDIATE: with it a reply that arrives with the end of its connection is dropped unread. What
+            # waits for a server that is to come is refused by it, for it does not know this client.
+            socket.setsockopt(zmq.SNDHWM, 64)
             socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.RECONNECT_IVL, 20)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -223,9 +225,9 @@ class CacheClient(Closing):
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
             return
         except zmq.Again:
-            pass  # not connected, or much is under way
+            pass  # much is under way, or waits for a server
         if not self._socket.poll(int(self.timeout * 1000), zmq.POLLOUT):
-            raise ServerTimeoutError(f"no cache server at {self.endpoint} for {self.timeout} s")
+            raise ServerTimeoutError(f"the cache server at {self.endpoint} took nothing for {self.timeout} s")
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
         except zmq.Again:

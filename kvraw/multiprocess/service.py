@@ -32,7 +32,8 @@ __all__ = ["Limits", "Service"]
 _log = logging.getLogger("kvraw")
 Kind = Literal["store", "retrieve", "lookup"]
 MARK_BYTES = 16
-_MOST_CLIENTS = 4096
+_MOST_CLIENTS = _MOST_TICKETS = 4096
+_MOST_HELD = 1 << 18  # keys of a client's open tickets
 _FEW = 200  # characters of an error's text
 
 
@@ -80,12 +81,13 @@ class _Ticket:
 
 
 class _Client:
-    __slots__ = ("chunk_bytes", "identity", "last", "name", "shared", "tickets")
+    __slots__ = ("chunk_bytes", "held", "identity", "last", "name", "shared", "tickets")
 
     def __init__(self, identity: bytes, name: str, chunk_bytes: int, shared: bool, now: float) -> None:
         self.identity, self.name, self.chunk_bytes, self.shared = identity, name, chunk_bytes, shared
         self.last = now
         self.tickets: dict[int, _Ticket] = {}
+        self.held = 0  # objects of them
 
 
 class _RefusedError(Exception):
@@ -237,7 +239,7 @@ class Service:
         return _done(request)
 
     def _prepare_store(self, client: _Client, request: m.PrepareStore, payload: Sequence[Any]) -> Frames:
-        self._require_new(client, request.id)
+        self._require_new(client, request)
         objects, table = [], self.objects
         # Neither do those that are there go for the sake of the others, nor is what follows a gap of any use.
         held = [one for key in request.keys if (one := table.find(key, client.chunk_bytes)) is not None]
@@ -264,7 +266,7 @@ class Service:
         return [m.encode(slots)]
 
     def _prepare_retrieve(self, client: _Client, request: m.PrepareRetrieve, payload: Sequence[Any]) -> Frames:
-        self._require_new(client, request.id)
+        self._require_new(client, request)
         objects = self._leading(client, request.keys)
         self.counts["hits"] += len(objects)
         self.counts["misses"] += len(request.keys) - len(objects)
@@ -277,7 +279,7 @@ class Service:
 
     def _lookup(self, client: _Client, request: m.Lookup, payload: Sequence[Any]) -> Frames:
         if request.lock:
-            self._require_new(client, request.id)
+            self._require_new(client, request)
         objects = self._leading(client, request.keys)
         ticket = 0
         if request.lock:
@@ -298,7 +300,7 @@ class Service:
         except _RefusedError:
             self._close(ticket)
             raise
-        del client.tickets[ticket.id]
+        _remove(ticket)
         self.objects.publish(ticket.objects)
         self.counts["stored"] += len(ticket.objects)
         self.counts["stored_bytes"] += sum(one.chunk.nbytes for one in ticket.objects)
@@ -352,11 +354,18 @@ class Service:
 
     # tickets
 
-    def _require_new(self, client: _Client, id: int) -> None:
+    def _require_new(self, client: _Client, request: m.PrepareStore | m.PrepareRetrieve | m.Lookup) -> None:
+        id = request.id
         if self.draining:
             raise _RefusedError("draining", "the server ends")
         if not id or id in client.tickets:
             raise _RefusedError("ticket", f"request {id} cannot be a ticket: it is 0, or one that is open")
+        if len(client.tickets) >= _MOST_TICKETS or client.held + len(request.keys) > _MOST_HELD:
+            raise _RefusedError(
+                "bounds",
+                f"{len(client.tickets)} tickets with {client.held} keys are open, there can be {_MOST_TICKETS} with "
+                f"{_MOST_HELD}",
+            )
 
     def _offsets(self, objects: Sequence[StoredObject]) -> list[int]:
         base = self._pool.address
@@ -376,6 +385,7 @@ class Service:
         if not objects:
             return 0
         ticket = client.tickets[id] = _Ticket(client, id, kind, objects, self._clock() + limit)
+        client.held += len(objects)
         if kind != "store":
             for one in objects:
                 one.locks += 1
@@ -395,7 +405,7 @@ class Service:
 
     def _close(self, ticket: _Ticket) -> None:
         """End a ticket; what it was to write is dropped."""
-        del ticket.client.tickets[ticket.id]
+        _remove(ticket)
         if ticket.kind == "store":
             for one in ticket.objects:
                 self.objects.drop(one)
@@ -473,6 +483,11 @@ class Service:
 
 def _done(request: m.Request, count: int = 0) -> Frames:
     return [m.encode(m.Done(id=request.id, count=count))]
+
+
+def _remove(ticket: _Ticket) -> None:
+    del ticket.client.tickets[ticket.id]
+    ticket.client.held -= len(ticket.objects)
 
 
 def _unlock(objects: Sequence[StoredObject]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvraw.multiprocess import (
 )
 from kvraw.multiprocess import messages as m
 from kvraw.runtime.host import registration, shm
+from tests.helpers.cli import python
 from tests.helpers.leaks import segments
 from tests.helpers.serving import BLOCK, CHUNK, METADATA, TOKENS, HostCache, key, until, worker
 from tests.helpers.world import World
@@ -247,7 +249,7 @@ def test_offsets_of_a_server_are_checked(server: CacheServer, monkeypatch: pytes
 
 def test_no_server(tmp_path: Path) -> None:
     client = CacheClient(f"ipc://{tmp_path}/none", timeout=0.1)
-    with pytest.raises(ServerTimeoutError, match="no cache server at"):
+    with pytest.raises(ServerTimeoutError, match="did not answer within"):
         create_engine_driven_context(METADATA, client)
     client.close()
     client.close()
@@ -291,6 +293,50 @@ def test_signs_of_life(tmp_path: Path) -> None:
         until(lambda: server.service.stats()["dead"] == 1)
         with pytest.raises(ServerError, match="unregistered"):
             a.store(key(1, 1), IDS[:2])
+
+
+def test_without_its_packages_it_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["msgspec"] = None
+import kvraw, kvraw.cli.main as main
+print(main.main(["serve"]))
+import kvraw.multiprocess
+"""
+    done = python("-c", code)
+    assert done.stdout == "1\n"
+    assert done.stderr.count("pip install 'kvraw[serve]'") == 2
+
+
+def test_torch_numba_and_cuda_are_not_needed_to_serve() -> None:
+    code = "import sys, kvraw.multiprocess; print([m for m in ('torch', 'numba', 'cuda') if m in sys.modules])"
+    assert python("-c", code).stdout.strip() == "[]"
+
+
+def test_a_forked_child_has_nothing_of_its_parents_connection(server: CacheServer) -> None:
+    one = HostCache(1)
+    with worker(one.cache, server.endpoint, engine="reference") as a:
+        a.store(key(1, 1), IDS[:2])
+        read, write = os.pipe()
+        if not os.fork():
+            found = ""
+            try:
+                a.store(key(2, 1), IDS[:2])
+            except BaseException as error:
+                found = type(error).__name__
+            try:
+                a.close()
+                with worker(one.cache, server.endpoint, engine="reference") as b:
+                    found += f" {b.retrieve(key(1, 1), IDS[:2])}"
+            except BaseException as error:
+                found += repr(error)
+            os.write(write, found.encode())
+            os._exit(0)
+        os.wait()
+        os.close(write)
+        with os.fdopen(read) as end:
+            assert end.read() == "ForkError 8"
+        assert a.retrieve(key(1, 1), IDS[:2]) == 8
 
 
 def test_gather_and_scatter() -> None:
