@@ -169,6 +169,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--drain", type=_seconds, default=10.0, metavar="S", help="that the end waits for transfers")
     serve.add_argument("--message-mib", type=_whole_mib, default=256, help="most MiB of a chunk that comes by message")
+    serve.add_argument("--disk", metavar="FOLDER", help="keeps chunks beyond the pool, and beyond the server's end")
+    serve.add_argument("--disk-mib", type=_whole_mib, default=16384, help="MiB there (default: %(default)s)")
     serve.add_argument("--name", help="of the segment in /dev/shm (default: one that nobody else has)")
     serve.add_argument("--json", action="store_true", help="at the end print one JSON document")
 

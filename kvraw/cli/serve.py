@@ -29,6 +29,8 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, st
         metrics=options.metrics,
         message_bytes=options.message_mib << 20,
         name=options.name,
+        disk=options.disk,
+        disk_bytes=options.disk_mib << 20,
     )
     with server:
 

@@ -8,8 +8,9 @@ whether it was still locked: only then are the bytes right.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ __all__ = [
 _log = logging.getLogger("kvraw")
 _BATCH = 8 << 20  # bytes of the frames of one message; a chunk that is larger goes alone
 _WINDOW = 3  # of such messages under way
+_AGAIN = 0.002  # seconds between two looks at what is coming from the disk
 _KEPT = 64 << 20  # bytes of staging that a context by message keeps
 
 
@@ -128,6 +130,15 @@ class EngineDrivenContext(ABC, Closing):
             self.client.forget(request.id)
             raise
 
+    def _ask_until_loaded(self, request: Callable[[], Any]) -> Any:
+        """Ask again as long as the server reads from its disk; within the client's timeout."""
+        end = time.monotonic() + self.client.timeout
+        while True:
+            reply = self._ask_ticket(request())
+            if type(reply) is not m.Found or not reply.loading or time.monotonic() >= end:
+                return reply
+            time.sleep(_AGAIN)
+
     @staticmethod
     def _require_indices(reply: m.Slots, count: int) -> None:
         last = -1
@@ -178,7 +189,7 @@ class EngineDrivenContext(ABC, Closing):
         hashes = key.hashes(self.metadata)
         if not hashes:
             return Slots([], [], 0)
-        reply = self._ask_ticket(m.PrepareRetrieve(id=self.client.number(), keys=hashes))
+        reply = self._ask_until_loaded(lambda: m.PrepareRetrieve(id=self.client.number(), keys=hashes))
         if type(reply) is m.Found:
             return None
         try:
@@ -257,7 +268,9 @@ class EngineDrivenContext(ABC, Closing):
         hashes = key.hashes(self.metadata)
         if not hashes:
             return 0
-        reply: m.Found = self._ask_ticket(m.Lookup(id=self.client.number(), keys=hashes, lock=True))
+        reply: m.Found = self._ask_until_loaded(lambda: m.Lookup(id=self.client.number(), keys=hashes, lock=True))
+        if reply.loading:
+            return 0
         if reply.ticket:
             with self._lock:
                 self._lookups.setdefault(hashes[-1], []).append(reply.ticket)

@@ -1,9 +1,9 @@
 """Chunks on disk, below the pool: append-only segments with checksums, which the next server finds again.
 
-A record is a page of header and the chunk, both in multiples of 4096 bytes, so that the pool's chunks go to the disk and
-come back without a copy in between (``O_DIRECT`` where the file system has it). Two threads do it, with the GIL released.
-A header tells of a record that was cut off, the chunk's checksum of one that was damaged: both are a miss. Where there
-are too many bytes the oldest segment goes as a whole.
+A record is a page of header and the chunk, both in multiples of 4096 bytes, so that the pool's chunks go to the disk
+and come back without a copy in between (``O_DIRECT`` where the file system has it), by threads that release the GIL. A
+header tells of a record that was cut off, the chunk's checksum of one that was damaged: both are a miss. Where there are
+too many bytes the oldest segment goes as a whole.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class _Segment:
 
     def __init__(self, path: Path, create: bool) -> None:
         self.path, self.end, self.keys = path, 0, set[bytes]()
+        self.gone = False
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
         try:
             self.file = os.open(path, flags | os.O_DIRECT, 0o600)
@@ -134,6 +135,7 @@ class DiskTier:
     def _make_room(self, nbytes: int) -> None:
         while self._segments and self.used + nbytes > self.nbytes:
             gone = self._segments.pop(0)
+            gone.gone = True
             for key in gone.keys:
                 place = self._index.get(key)
                 if place is not None and place.segment is gone:
@@ -150,7 +152,7 @@ class DiskTier:
         """Count a chunk as not there: it turned out to be damaged."""
         self._index.pop(key, None)
 
-    def write(self, key: bytes, data: Any) -> Future[None] | None:
+    def write(self, key: bytes, data: Any, nbytes: int) -> Future[None] | None:
         """Begin to write a chunk, which must stay as it is until then; None where it is there, or is too large.
 
         Parameters
@@ -158,12 +160,14 @@ class DiskTier:
         key : bytes
             Its key.
         data : memoryview
-            Its bytes, at an address that is a multiple of 4096, and followed by as many as make a multiple of 4096.
+            Its bytes, and what follows them up to a multiple of 4096; at an address that is one.
+        nbytes : int
+            Its bytes.
 
         Returns
         -------
         Future or None
-            To ask; then `written`.
+            To ask; an OSError where it was not written.
         """
         size = PAGE + len(data)
         if key in self._index or size > self._each:
@@ -175,17 +179,22 @@ class DiskTier:
             segment = _Segment(self.folder / f"segment-{number:09}.kvraw", create=True)
             self._segments.append(segment)
         offset, segment.end = segment.end, segment.end + size
-        return self._writer.submit(self._write, segment, offset, key, data)
+        return self._writer.submit(self._write, segment, offset, key, data, nbytes)
 
-    def _write(self, segment: _Segment, offset: int, key: bytes, data: Any) -> None:
-        nbytes = len(data)
-        checksum = zlib.crc32(data)
+    def _write(self, segment: _Segment, offset: int, key: bytes, data: Any, nbytes: int) -> None:
+        checksum = zlib.crc32(data[:nbytes])
         ahead = _HEADER.pack(_MAGIC, key, nbytes, checksum, 0)[:-4]
         self._header[: _HEADER.size] = ahead + struct.pack("<I", zlib.crc32(ahead))
         # The chunk first: a header without it would end what a restart finds of the segment.
-        for part, at in ((data, offset + PAGE), (self._header, offset)):
-            if os.pwritev(segment.file, [part], at) != len(part):
-                raise OSError(f"{segment.path} takes no more")
+        try:
+            for part, at in ((data, offset + PAGE), (self._header, offset)):
+                if os.pwritev(segment.file, [part], at) != len(part):
+                    raise OSError(f"{segment.path} takes no more")
+        except OSError:
+            segment.end = max(segment.end, self._each)  # behind a gap nothing would be found again
+            raise
+        if segment.gone:
+            return
         segment.keys.add(key)
         self._index[key] = _Place(segment, offset + PAGE, nbytes, checksum)
 
@@ -210,7 +219,7 @@ class DiskTier:
     def _read(place: _Place, into: Any) -> bool:
         if os.preadv(place.segment.file, [into], place.offset) < place.nbytes:
             return False
-        return zlib.crc32(into) == place.checksum
+        return zlib.crc32(into[: place.nbytes]) == place.checksum
 
     def close(self) -> None:
         """Wait for what is under way, and let go of the folder. Idempotent."""

@@ -213,9 +213,13 @@ class Slots(Reply, tag="slots"):
 
 
 class Found(Reply, tag="found"):
-    """So many leading keys are there; ticket 0: none is locked."""
+    """So many leading keys are there; ticket 0: none is locked.
+
+    `loading` more are coming from the disk: ask again.
+    """
 
     hits: Count
+    loading: Count = 0
     ticket: Id = 0
 
 

@@ -10,12 +10,14 @@ import contextlib
 import logging
 import os
 import time
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import zmq
 
 from kvraw.errors import BoundsError, ClosedError
+from kvraw.multiprocess.disk import DiskTier
 from kvraw.multiprocess.endpoints import Keys, Listening, default_endpoint, require_endpoint
 from kvraw.multiprocess.metrics import Exporter
 from kvraw.multiprocess.service import Limits, Service
@@ -52,6 +54,10 @@ class CacheServer(Closing):
         Of the segment in /dev/shm; default: one that nobody else has.
     populate : bool
         Have all pages there at the start.
+    disk : path, optional
+        A directory that keeps chunks beyond the pool, and beyond the server's end.
+    disk_bytes : int
+        Most bytes there.
 
     Attributes
     ----------
@@ -85,6 +91,8 @@ class CacheServer(Closing):
         message_bytes: int = 256 << 20,
         name: str | None = None,
         populate: bool = True,
+        disk: str | Path | None = None,
+        disk_bytes: int = 16 << 30,
     ) -> None:
         endpoint = default_endpoint() if endpoint is None else endpoint
         require_endpoint(endpoint, keys)
@@ -99,6 +107,7 @@ class CacheServer(Closing):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._listening: Listening | None = None
         self._exporter: Exporter | None = None
+        self._disk: DiskTier | None = None
         self._pid = os.getpid()
         self.pool: HostPool | None = None
         self.pool_name: str | None = None
@@ -107,7 +116,9 @@ class CacheServer(Closing):
             self.endpoint = self._listening.endpoint
             self.pool = HostPool(nbytes, pin=False, options=HostOptions(kind="shared", name=name, populate=populate))
             self.pool_name = self.pool.name
-            self.service = Service(self.pool, limits)
+            if disk is not None:
+                self._disk = DiskTier(disk, disk_bytes)
+            self.service = Service(self.pool, limits, self._disk)
             if metrics is not None:
                 self._exporter = Exporter(self.service, metrics)
         except BaseException:
@@ -222,6 +233,8 @@ class CacheServer(Closing):
         if self._listening is not None:
             self._listening.close()
         self._context.destroy(linger=1000)
+        if self._disk is not None:
+            self._disk.close()
         if self.pool is not None:
             self.pool.close()
         with fork.undivided():

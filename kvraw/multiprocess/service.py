@@ -24,7 +24,9 @@ import numpy as np
 
 from kvraw.errors import BoundsError
 from kvraw.multiprocess import messages as m
+from kvraw.multiprocess.disk import DiskTier
 from kvraw.multiprocess.objects import ObjectTable, StoredObject
+from kvraw.multiprocess.spill import Spill
 from kvraw.runtime.host.pool import HostPool
 
 __all__ = ["Limits", "Service"]
@@ -113,7 +115,12 @@ class Service:
     """
 
     def __init__(
-        self, pool: HostPool, limits: Limits | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        pool: HostPool,
+        limits: Limits | None = None,
+        disk: DiskTier | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = Limits() if limits is None else limits
         self.limits.require()
@@ -125,13 +132,14 @@ class Service:
             raise BoundsError("the pool was used before, must be new")
         self._first = first
         self.objects = ObjectTable(pool)
+        self.counts: Counter[str] = Counter()
         self._clients: dict[bytes, _Client] = {}
         self._deadlines: list[tuple[float, int, _Ticket]] = []  # a heap; the number keeps tickets from being compared
         self._serial = itertools.count()
         self.lent: list[StoredObject] = []  # whose memory the last reply consists of
         self._held: list[tuple[Sent, list[StoredObject]]] = []
+        self._disk = None if disk is None else Spill(disk, pool, self.objects, self.counts)
         self.draining = False
-        self.counts: Counter[str] = Counter()
         self.requests: Counter[tuple[str, str]] = Counter()
         self._handlers: dict[type, tuple[str, Callable[[_Client, Any, Sequence[Any]], Frames]]] = {
             m.Unregister: ("unregister", self._unregister),
@@ -267,7 +275,9 @@ class Service:
 
     def _prepare_retrieve(self, client: _Client, request: m.PrepareRetrieve, payload: Sequence[Any]) -> Frames:
         self._require_new(client, request)
-        objects = self._leading(client, request.keys)
+        objects, loading = self._leading(client, request.keys)
+        if loading:
+            return [m.encode(m.Found(id=request.id, hits=len(objects), loading=loading))]
         self.counts["hits"] += len(objects)
         self.counts["misses"] += len(request.keys) - len(objects)
         if len(objects) < len(request.keys):
@@ -280,12 +290,15 @@ class Service:
     def _lookup(self, client: _Client, request: m.Lookup, payload: Sequence[Any]) -> Frames:
         if request.lock:
             self._require_new(client, request)
-        objects = self._leading(client, request.keys)
+        if not request.lock:
+            hits = sum(1 for _ in itertools.takewhile(lambda key: self._has(client, key), request.keys))
+            return [m.encode(m.Found(id=request.id, hits=hits))]
+        objects, loading = self._leading(client, request.keys)
         ticket = 0
-        if request.lock:
+        if not loading:
             self.objects.touch([one.key for one in objects])
             ticket = self._open(client, request.id, "lookup", objects, self.limits.read)
-        return [m.encode(m.Found(id=request.id, hits=len(objects), ticket=ticket))]
+        return [m.encode(m.Found(id=request.id, hits=len(objects), ticket=ticket, loading=loading))]
 
     def _commit(self, client: _Client, request: m.Commit, payload: Sequence[Any]) -> Frames:
         ticket = self._ticket(client, request.ticket, "store", "retrieve")
@@ -302,6 +315,8 @@ class Service:
             raise
         _remove(ticket)
         self.objects.publish(ticket.objects)
+        if self._disk is not None:
+            self._disk.keep(ticket.objects)
         self.counts["stored"] += len(ticket.objects)
         self.counts["stored_bytes"] += sum(one.chunk.nbytes for one in ticket.objects)
         return _done(request, len(ticket.objects))
@@ -371,14 +386,25 @@ class Service:
         base = self._pool.address
         return [one.chunk.address - base for one in objects]
 
-    def _leading(self, client: _Client, keys: Sequence[bytes]) -> list[StoredObject]:
+    def _has(self, client: _Client, key: bytes) -> bool:
+        nbytes = client.chunk_bytes
+        return self.objects.find(key, nbytes) is not None or (self._disk is not None and self._disk.holds(key, nbytes))
+
+    def _leading(self, client: _Client, keys: Sequence[bytes]) -> tuple[list[StoredObject], int]:
+        """Objects of the leading keys, and how many that follow are coming from the disk."""
         found = []
         for key in keys:
             one = self.objects.find(key, client.chunk_bytes)
             if one is None:
                 break
             found.append(one)
-        return found
+        if self._disk is None or len(found) == len(keys):
+            return found, 0
+        for one in found:
+            one.locks += 1  # they are not to go for what follows them
+        loading = self._disk.load(keys[len(found) :], client.chunk_bytes, len(found))
+        _unlock(found)
+        return found, loading
 
     def _open(self, client: _Client, id: int, kind: Kind, objects: list[StoredObject], limit: float) -> int:
         """The number of a new ticket; 0 where it would hold nothing."""
@@ -457,6 +483,8 @@ class Service:
             _log.warning("client %r was silent for %.1f s: dropped", client.name, now - client.last)
             self._forget(client)
             self.counts["dead"] += 1
+        if self._disk is not None and self._disk.advance():
+            return 0.001
         soonest = self._deadlines[0][0] - now if self._deadlines else 1.0
         return max(0.01, min(soonest, self.limits.liveness / 4, 1.0))
 
@@ -467,6 +495,7 @@ class Service:
 
     def stats(self) -> dict[str, float]:
         """Counts and gauges by name; another thread may ask."""
+        disk = {} if self._disk is None else self._disk.stats()
         names = ("hits", "misses", "stored", "stored_bytes", "refused", "expired", "dead", "errors", "dropped_replies")
         return {
             **{name: float(self.counts[name]) for name in names},
@@ -478,6 +507,7 @@ class Service:
             "locked": float(self.objects.locked()),
             "tickets": float(sum(len(c.tickets) for c in list(self._clients.values()))),
             "clients": float(len(self._clients)),
+            **disk,
         }
 
 

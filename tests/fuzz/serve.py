@@ -59,6 +59,7 @@ def work(endpoint: str, seed: int, out: int) -> None:
             prompt, chunks = r.randrange(PROMPTS), r.randint(1, LONGEST)
             ids = r.sample(range(BLOCKS), chunks * PER)
             what, background = key(prompt + 1, chunks), r.random() < 0.3
+            asked = what
             if r.random() < 0.4:
                 content(cache, prompt, chunks, ids)
                 if background:
@@ -86,7 +87,7 @@ def work(endpoint: str, seed: int, out: int) -> None:
                         raise AssertionError(f"wrong bytes: prompt {prompt}, {chunks} chunks, {ids}")
                 counts["retrieved"] += found // TOKENS
                 counts["missed"] += not found
-                connected.context.free_lookup_locks(what)
+                connected.context.free_lookup_locks(asked)
         except (ServerError, ServerTimeoutError) as error:
             counts[error.code if isinstance(error, ServerError) else "timeout"] += 1
             if connected is not None and not (isinstance(error, ServerError) and error.code == "expired"):
@@ -120,7 +121,7 @@ def run(seconds: float, workers: int = 8, seed: int = 0, kill_server: bool = Tru
     r, total = Random(seed), Counter[str]()
     read, write = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
-        options = ("--liveness", str(LIVENESS), "--read-limit", "5", "--write-limit", "5")
+        options = ("--liveness", str(LIVENESS), "--read-limit", "5", "--write-limit", "5", f"--disk={folder}/disk")
         server = Server(Path(folder), *options, mib=1)
         living = {start(server.endpoint, at, write): at for at in range(workers)}
         begin = time.monotonic()
