@@ -26,7 +26,7 @@ from kvraw.multiprocess.endpoints import EndpointError, Keys, default_endpoint
 from kvraw.multiprocess.keys import CacheKey, EngineDrivenContextMetadata, MemoryLayoutDesc
 from kvraw.multiprocess.paged import compute_kv_layout, gather_paged_kv_to_cpu, scatter_cpu_to_paged_kv
 from kvraw.multiprocess.server import CacheServer
-from kvraw.multiprocess.service import Limits
+from kvraw.multiprocess.tickets import Limits
 from kvraw.multiprocess.worker import EngineWorker, Stored
 
 __all__ = [

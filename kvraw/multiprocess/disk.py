@@ -1,9 +1,9 @@
 """Chunks on disk, below the pool: append-only segments with checksums, which the next server finds again.
 
 A record is a page of header and the chunk, both in multiples of 4096 bytes, so that the pool's chunks go to the disk
-and come back without a copy in between (``O_DIRECT`` where the file system has it), by threads that release the GIL. A
-header tells of a record that was cut off, the chunk's checksum of one that was damaged: both are a miss. Where there are
-too many bytes the oldest segment goes as a whole.
+and come back without a copy in between (``O_DIRECT`` where the file system has it), by threads that release the GIL.
+A header tells of a record that was cut off, the chunk's checksum of one that was damaged: both are a miss. Where there
+are too many bytes the oldest segment goes as a whole.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ _COUNTERS = {
     "dead": "clients that fell silent",
     "errors": "requests that were answered by an error",
     "dropped_replies": "replies that no client was there to take",
+    "disk_written": "chunks that were written to disk",
+    "disk_loaded": "chunks that were read from disk",
+    "disk_skipped": "chunks that were not written to disk, for it was too slow or full",
+    "disk_damaged": "chunks on disk that were damaged",
 }
 _GAUGES = {
     "objects": "chunks that are there",
@@ -35,6 +39,8 @@ _GAUGES = {
     "locked": "chunks that cannot be evicted",
     "tickets": "stores, retrieves and lookups that are open",
     "clients": "clients that are registered",
+    "disk_objects": "chunks on disk",
+    "disk_bytes": "bytes of the segments on disk",
 }
 
 
@@ -45,9 +51,11 @@ class _Reader(Collector):
     def collect(self) -> Iterator[Any]:
         values = self._service.stats()
         for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"kvraw_serve_{name}", text, value=values[name])
+            if name in values:  # some only where there is a disk
+                yield CounterMetricFamily(f"kvraw_serve_{name}", text, value=values[name])
         for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"kvraw_serve_{name}", text, value=values[name])
+            if name in values:
+                yield GaugeMetricFamily(f"kvraw_serve_{name}", text, value=values[name])
         requests = CounterMetricFamily(
             "kvraw_serve_requests", "requests by operation and outcome", labels=("operation", "outcome")
         )

@@ -20,7 +20,8 @@ from kvraw.errors import BoundsError, ClosedError
 from kvraw.multiprocess.disk import DiskTier
 from kvraw.multiprocess.endpoints import Keys, Listening, default_endpoint, require_endpoint
 from kvraw.multiprocess.metrics import Exporter
-from kvraw.multiprocess.service import Limits, Service
+from kvraw.multiprocess.service import Service
+from kvraw.multiprocess.tickets import Limits
 from kvraw.runtime import fork
 from kvraw.runtime.closeable import Closing
 from kvraw.runtime.host.mapping import HostOptions

@@ -1,24 +1,17 @@
 """What the server answers to each request; sockets and threads are not its concern.
 
-A client is known by its connection's identity, and what it holds by tickets, which have the number of the request that
-made them. A ticket is a store (slots being written), a retrieve or a lookup (objects locked), and has a time limit:
-
-- a retrieve or lookup that is over its limit is unlocked, and its commit says so: what was read must not be used;
-- a store that is over its limit is never published, but its memory stays set aside as long as the client lives, for it
-  may still be writing there. The client's next word on the ticket, or its death, gives the memory back.
-
-A client that was silent for `liveness` seconds counts as dead.
+A client is known by its connection's identity, and what it holds by tickets (`kvraw/multiprocess/tickets.py`). One that
+was silent for `liveness` seconds counts as dead, and holds nothing any more.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,41 +20,15 @@ from kvraw.multiprocess import messages as m
 from kvraw.multiprocess.disk import DiskTier
 from kvraw.multiprocess.objects import ObjectTable, StoredObject
 from kvraw.multiprocess.spill import Spill
+from kvraw.multiprocess.tickets import Client, Limits, RefusedError, Tickets, unlock
 from kvraw.runtime.host.pool import HostPool
 
-__all__ = ["Limits", "Service"]
+__all__ = ["Service"]
 
 _log = logging.getLogger("kvraw")
-Kind = Literal["store", "retrieve", "lookup"]
 MARK_BYTES = 16
-_MOST_CLIENTS = _MOST_TICKETS = 4096
-_MOST_HELD = 1 << 18  # keys of a client's open tickets
+_MOST_CLIENTS = 4096
 _FEW = 200  # characters of an error's text
-
-
-class Limits(NamedTuple):
-    """Time limits in seconds.
-
-    Attributes
-    ----------
-    write, read : float
-        From prepare to commit; `read` also of locks that a lookup takes.
-    liveness : float
-        Silence after which a client counts as dead; it gives a sign of life four times as often.
-    drain : float
-        That `CacheServer.stop` waits for tickets that are open.
-    """
-
-    write: float = 60.0
-    read: float = 60.0
-    liveness: float = 10.0
-    drain: float = 10.0
-
-    def require(self) -> None:
-        """Raise `BoundsError` where one is not positive, but `drain`, which may be 0."""
-        for name, value in self._asdict().items():
-            if not (value > 0 or (value == 0 and name == "drain")) or value == float("inf"):
-                raise BoundsError(f"limits: {name} is {value}, must be a positive number of seconds")
 
 
 class Sent(Protocol):
@@ -70,31 +37,6 @@ class Sent(Protocol):
     @property
     def done(self) -> bool:
         """True once nobody reads its frames any more."""
-
-
-class _Ticket:
-    __slots__ = ("client", "deadline", "expired", "id", "kind", "missing", "objects")
-
-    def __init__(self, client: _Client, id: int, kind: Kind, objects: list[StoredObject], deadline: float) -> None:
-        self.client, self.id, self.kind, self.objects, self.deadline = client, id, kind, objects, deadline
-        self.expired = False
-        # Slots that only the server can fill, and that are not filled.
-        self.missing = set(range(len(objects))) if kind == "store" and not client.shared else set()
-
-
-class _Client:
-    __slots__ = ("chunk_bytes", "held", "identity", "last", "name", "shared", "tickets")
-
-    def __init__(self, identity: bytes, name: str, chunk_bytes: int, shared: bool, now: float) -> None:
-        self.identity, self.name, self.chunk_bytes, self.shared = identity, name, chunk_bytes, shared
-        self.last = now
-        self.tickets: dict[int, _Ticket] = {}
-        self.held = 0  # objects of them
-
-
-class _RefusedError(Exception):
-    def __init__(self, code: str, text: str) -> None:
-        self.code, self.text = code, text
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -133,15 +75,14 @@ class Service:
         self._first = first
         self.objects = ObjectTable(pool)
         self.counts: Counter[str] = Counter()
-        self._clients: dict[bytes, _Client] = {}
-        self._deadlines: list[tuple[float, int, _Ticket]] = []  # a heap; the number keeps tickets from being compared
-        self._serial = itertools.count()
+        self._clients: dict[bytes, Client] = {}
+        self._tickets = Tickets(self.objects, self.limits, clock, self.counts)
         self.lent: list[StoredObject] = []  # whose memory the last reply consists of
         self._held: list[tuple[Sent, list[StoredObject]]] = []
         self._disk = None if disk is None else Spill(disk, pool, self.objects, self.counts)
         self.draining = False
         self.requests: Counter[tuple[str, str]] = Counter()
-        self._handlers: dict[type, tuple[str, Callable[[_Client, Any, Sequence[Any]], Frames]]] = {
+        self._handlers: dict[type, tuple[str, Callable[[Client, Any, Sequence[Any]], Frames]]] = {
             m.Unregister: ("unregister", self._unregister),
             m.Heartbeat: ("heartbeat", self._heartbeat),
             m.PrepareStore: ("prepare_store", self._prepare_store),
@@ -175,13 +116,13 @@ class Service:
         name, id, outcome = "malformed", 0, "ok"
         try:
             if not frames:
-                raise _RefusedError("malformed", "the message has no header")
+                raise RefusedError("malformed", "the message has no header")
             request = m.decode_request(memoryview(frames[0]))
             id = request.id
             return self._answer(identity, request, frames[1:])
         except m.MessageError as error:
             outcome, text, id = error.code, str(error), error.id
-        except _RefusedError as error:
+        except RefusedError as error:
             outcome, text = error.code, error.text
         except Exception as error:
             _log.exception("a request failed")
@@ -192,7 +133,7 @@ class Service:
 
     def _answer(self, identity: bytes, request: Any, payload: Sequence[Any]) -> Frames:
         if payload and type(request) is not m.Put:
-            raise _RefusedError("payload", f"{len(payload)} frames behind the header, must be none")
+            raise RefusedError("payload", f"{len(payload)} frames behind the header, must be none")
         if type(request) is m.Register:
             reply, name = self._register(identity, request), "register"
         elif type(request) is m.Stats:
@@ -200,7 +141,7 @@ class Service:
         else:
             client = self._clients.get(identity)
             if client is None:
-                raise _RefusedError(
+                raise RefusedError(
                     "unregistered", "register first: the server does not know this client, or not any more"
                 )
             client.last = self._clock()
@@ -211,20 +152,18 @@ class Service:
 
     def _register(self, identity: bytes, request: m.Register) -> Frames:
         if self.draining:
-            raise _RefusedError("draining", "the server ends")
+            raise RefusedError("draining", "the server ends")
         if request.chunk_bytes > self._pool.nbytes - HostPool.ALIGNMENT:
-            raise _RefusedError("bounds", f"chunk_bytes is {request.chunk_bytes}, the pool has {self._pool.nbytes}")
+            raise RefusedError("bounds", f"chunk_bytes is {request.chunk_bytes}, the pool has {self._pool.nbytes}")
         old = self._clients.get(identity)
         if old is not None:  # its copies may be under way
             if (old.chunk_bytes, old.shared) != (request.chunk_bytes, request.shared):
-                raise _RefusedError("bounds", f"registered with chunk_bytes {old.chunk_bytes}, shared {old.shared}")
+                raise RefusedError("bounds", f"registered with chunk_bytes {old.chunk_bytes}, shared {old.shared}")
             old.last = self._clock()
         elif len(self._clients) >= _MOST_CLIENTS:
-            raise _RefusedError("bounds", f"{len(self._clients)} clients are registered, the most there can be")
+            raise RefusedError("bounds", f"{len(self._clients)} clients are registered, the most there can be")
         if old is None:
-            self._clients[identity] = _Client(
-                identity, request.name, request.chunk_bytes, request.shared, self._clock()
-            )
+            self._clients[identity] = Client(identity, request.name, request.chunk_bytes, request.shared, self._clock())
         return [
             m.encode(
                 m.Registered(
@@ -239,14 +178,14 @@ class Service:
             )
         ]
 
-    def _unregister(self, client: _Client, request: m.Unregister, payload: Sequence[Any]) -> Frames:
+    def _unregister(self, client: Client, request: m.Unregister, payload: Sequence[Any]) -> Frames:
         self._forget(client)
         return _done(request)
 
-    def _heartbeat(self, client: _Client, request: m.Heartbeat, payload: Sequence[Any]) -> Frames:
+    def _heartbeat(self, client: Client, request: m.Heartbeat, payload: Sequence[Any]) -> Frames:
         return _done(request)
 
-    def _prepare_store(self, client: _Client, request: m.PrepareStore, payload: Sequence[Any]) -> Frames:
+    def _prepare_store(self, client: Client, request: m.PrepareStore, payload: Sequence[Any]) -> Frames:
         self._require_new(client, request)
         objects, table = [], self.objects
         # Neither do those that are there go for the sake of the others, nor is what follows a gap of any use.
@@ -266,14 +205,14 @@ class Service:
         for one in held:
             one.locks -= 1
         self.counts["refused"] += refused
-        ticket = self._open(client, request.id, "store", objects, self.limits.write)
+        ticket = self._tickets.open(client, request.id, "store", objects, self.limits.write)
         offsets = self._offsets(objects) if client.shared else []
         slots = m.Slots(
             id=request.id, ticket=ticket, indices=indices, offsets=offsets, present=present, refused=refused
         )
         return [m.encode(slots)]
 
-    def _prepare_retrieve(self, client: _Client, request: m.PrepareRetrieve, payload: Sequence[Any]) -> Frames:
+    def _prepare_retrieve(self, client: Client, request: m.PrepareRetrieve, payload: Sequence[Any]) -> Frames:
         self._require_new(client, request)
         objects, loading = self._leading(client, request.keys)
         if loading:
@@ -283,11 +222,11 @@ class Service:
         if len(objects) < len(request.keys):
             return [m.encode(m.Found(id=request.id, hits=len(objects)))]
         self.objects.touch(request.keys)
-        ticket = self._open(client, request.id, "retrieve", objects, self.limits.read)
+        ticket = self._tickets.open(client, request.id, "retrieve", objects, self.limits.read)
         offsets = self._offsets(objects) if client.shared else []
         return [m.encode(m.Slots(id=request.id, ticket=ticket, indices=list(range(len(objects))), offsets=offsets))]
 
-    def _lookup(self, client: _Client, request: m.Lookup, payload: Sequence[Any]) -> Frames:
+    def _lookup(self, client: Client, request: m.Lookup, payload: Sequence[Any]) -> Frames:
         if request.lock:
             self._require_new(client, request)
         if not request.lock:
@@ -297,23 +236,23 @@ class Service:
         ticket = 0
         if not loading:
             self.objects.touch([one.key for one in objects])
-            ticket = self._open(client, request.id, "lookup", objects, self.limits.read)
+            ticket = self._tickets.open(client, request.id, "lookup", objects, self.limits.read)
         return [m.encode(m.Found(id=request.id, hits=len(objects), ticket=ticket, loading=loading))]
 
-    def _commit(self, client: _Client, request: m.Commit, payload: Sequence[Any]) -> Frames:
-        ticket = self._ticket(client, request.ticket, "store", "retrieve")
+    def _commit(self, client: Client, request: m.Commit, payload: Sequence[Any]) -> Frames:
+        ticket = self._tickets.find(client, request.ticket, "store", "retrieve")
         if ticket.kind == "retrieve":
-            self._close(ticket)
-            self._require_in_time(ticket)
+            self._tickets.close(ticket)
+            self._tickets.require_in_time(ticket)
             return _done(request, len(ticket.objects))
         try:
-            self._require_in_time(ticket)
+            self._tickets.require_in_time(ticket)
             if ticket.missing:
-                raise _RefusedError("payload", f"{len(ticket.missing)} of {len(ticket.objects)} chunks were not put")
-        except _RefusedError:
-            self._close(ticket)
+                raise RefusedError("payload", f"{len(ticket.missing)} of {len(ticket.objects)} chunks were not put")
+        except RefusedError:
+            self._tickets.close(ticket)
             raise
-        _remove(ticket)
+        self._tickets.remove(ticket)
         self.objects.publish(ticket.objects)
         if self._disk is not None:
             self._disk.keep(ticket.objects)
@@ -321,12 +260,12 @@ class Service:
         self.counts["stored_bytes"] += sum(one.chunk.nbytes for one in ticket.objects)
         return _done(request, len(ticket.objects))
 
-    def _put(self, client: _Client, request: m.Put, payload: Sequence[Any]) -> Frames:
-        ticket = self._ticket(client, request.ticket, "store")
-        self._require_in_time(ticket)
+    def _put(self, client: Client, request: m.Put, payload: Sequence[Any]) -> Frames:
+        ticket = self._tickets.find(client, request.ticket, "store")
+        self._tickets.require_in_time(ticket)
         objects = ticket.objects[request.first : request.first + len(payload)]
         if client.shared or not payload or len(objects) != len(payload):
-            raise _RefusedError(
+            raise RefusedError(
                 "payload",
                 f"{len(payload)} frames for the slots from {request.first} on, of which there are "
                 f"{0 if client.shared else len(ticket.objects)}",
@@ -334,18 +273,18 @@ class Service:
         sources = [np.frombuffer(frame, np.uint8) if len(frame) else _NOTHING for frame in payload]
         for at, (one, source) in enumerate(zip(objects, sources, strict=True)):
             if source.nbytes != one.chunk.nbytes:
-                raise _RefusedError("payload", f"frame {at} has {source.nbytes} bytes, its slot {one.chunk.nbytes}")
+                raise RefusedError("payload", f"frame {at} has {source.nbytes} bytes, its slot {one.chunk.nbytes}")
         for at, (one, source) in enumerate(zip(objects, sources, strict=True), request.first):
             one.chunk.numpy()[:] = source
             ticket.missing.discard(at)
         return _done(request, len(objects))
 
-    def _get(self, client: _Client, request: m.Get, payload: Sequence[Any]) -> Frames:
-        ticket = self._ticket(client, request.ticket, "retrieve")
-        self._require_in_time(ticket)
+    def _get(self, client: Client, request: m.Get, payload: Sequence[Any]) -> Frames:
+        ticket = self._tickets.find(client, request.ticket, "retrieve")
+        self._tickets.require_in_time(ticket)
         objects = ticket.objects[request.first : request.first + request.count]
         if client.shared or not objects or len(objects) != request.count:
-            raise _RefusedError(
+            raise RefusedError(
                 "bounds",
                 f"{request.count} chunks from {request.first} on, of which there are "
                 f"{0 if client.shared else len(ticket.objects)} to send",
@@ -353,44 +292,36 @@ class Service:
         self.lent = objects
         return [*_done(request, len(objects)), *(one.chunk.numpy() for one in objects)]
 
-    def _abort(self, client: _Client, request: m.Abort, payload: Sequence[Any]) -> Frames:
-        ticket = self._ticket(client, request.ticket, "store", "retrieve", "lookup")
-        self._close(ticket)
+    def _abort(self, client: Client, request: m.Abort, payload: Sequence[Any]) -> Frames:
+        ticket = self._tickets.find(client, request.ticket, "store", "retrieve", "lookup")
+        self._tickets.close(ticket)
         return _done(request, len(ticket.objects))
 
-    def _release(self, client: _Client, request: m.Release, payload: Sequence[Any]) -> Frames:
-        ticket = self._ticket(client, request.ticket, "lookup")
-        self._close(ticket)
-        self._require_in_time(ticket)
+    def _release(self, client: Client, request: m.Release, payload: Sequence[Any]) -> Frames:
+        ticket = self._tickets.find(client, request.ticket, "lookup")
+        self._tickets.close(ticket)
+        self._tickets.require_in_time(ticket)
         return _done(request, len(ticket.objects))
 
-    def _clear(self, client: _Client, request: m.Clear, payload: Sequence[Any]) -> Frames:
+    def _clear(self, client: Client, request: m.Clear, payload: Sequence[Any]) -> Frames:
         return _done(request, self.objects.clear())
 
-    # tickets
+    # objects
 
-    def _require_new(self, client: _Client, request: m.PrepareStore | m.PrepareRetrieve | m.Lookup) -> None:
-        id = request.id
+    def _require_new(self, client: Client, request: m.PrepareStore | m.PrepareRetrieve | m.Lookup) -> None:
         if self.draining:
-            raise _RefusedError("draining", "the server ends")
-        if not id or id in client.tickets:
-            raise _RefusedError("ticket", f"request {id} cannot be a ticket: it is 0, or one that is open")
-        if len(client.tickets) >= _MOST_TICKETS or client.held + len(request.keys) > _MOST_HELD:
-            raise _RefusedError(
-                "bounds",
-                f"{len(client.tickets)} tickets with {client.held} keys are open, there can be {_MOST_TICKETS} with "
-                f"{_MOST_HELD}",
-            )
+            raise RefusedError("draining", "the server ends")
+        self._tickets.require_new(client, request.id, len(request.keys))
 
     def _offsets(self, objects: Sequence[StoredObject]) -> list[int]:
         base = self._pool.address
         return [one.chunk.address - base for one in objects]
 
-    def _has(self, client: _Client, key: bytes) -> bool:
+    def _has(self, client: Client, key: bytes) -> bool:
         nbytes = client.chunk_bytes
         return self.objects.find(key, nbytes) is not None or (self._disk is not None and self._disk.holds(key, nbytes))
 
-    def _leading(self, client: _Client, keys: Sequence[bytes]) -> tuple[list[StoredObject], int]:
+    def _leading(self, client: Client, keys: Sequence[bytes]) -> tuple[list[StoredObject], int]:
         """Objects of the leading keys, and how many that follow are coming from the disk."""
         found = []
         for key in keys:
@@ -403,53 +334,12 @@ class Service:
         for one in found:
             one.locks += 1  # they are not to go for what follows them
         loading = self._disk.load(keys[len(found) :], client.chunk_bytes, len(found))
-        _unlock(found)
+        unlock(found)
         return found, loading
 
-    def _open(self, client: _Client, id: int, kind: Kind, objects: list[StoredObject], limit: float) -> int:
-        """The number of a new ticket; 0 where it would hold nothing."""
-        if not objects:
-            return 0
-        ticket = client.tickets[id] = _Ticket(client, id, kind, objects, self._clock() + limit)
-        client.held += len(objects)
-        if kind != "store":
-            for one in objects:
-                one.locks += 1
-        heapq.heappush(self._deadlines, (ticket.deadline, next(self._serial), ticket))
-        return id
-
-    @staticmethod
-    def _ticket(client: _Client, id: int, *kinds: Kind) -> _Ticket:
-        ticket = client.tickets.get(id)
-        if ticket is None or ticket.kind not in kinds:
-            raise _RefusedError("ticket", f"ticket {id} is no {' or '.join(kinds)} of this client that is open")
-        return ticket
-
-    def _require_in_time(self, ticket: _Ticket) -> None:
-        if ticket.expired or ticket.deadline < self._clock():
-            raise _RefusedError("expired", f"ticket {ticket.id} is over its time limit")
-
-    def _close(self, ticket: _Ticket) -> None:
-        """End a ticket; what it was to write is dropped."""
-        _remove(ticket)
-        if ticket.kind == "store":
-            for one in ticket.objects:
-                self.objects.drop(one)
-        elif not ticket.expired:
-            _unlock(ticket.objects)
-
-    def _expire(self, ticket: _Ticket) -> None:
-        ticket.expired = True
-        self.counts["expired"] += 1
-        if ticket.kind == "store":
-            for one in ticket.objects:
-                self.objects.withdraw(one)
-        else:
-            _unlock(ticket.objects)
-
-    def _forget(self, client: _Client) -> None:
+    def _forget(self, client: Client) -> None:
         for ticket in list(client.tickets.values()):
-            self._close(ticket)
+            self._tickets.close(ticket)
         del self._clients[client.identity]
 
     def hold(self, sent: Sent) -> None:
@@ -467,17 +357,10 @@ class Service:
         held, self._held = self._held, []
         for entry in held:
             if entry[0].done:
-                _unlock(entry[1])
+                unlock(entry[1])
             else:
                 self._held.append(entry)
-        while self._deadlines:
-            deadline, _, ticket = self._deadlines[0]
-            current = ticket.client.tickets.get(ticket.id) is ticket
-            if current and deadline > now:
-                break
-            heapq.heappop(self._deadlines)
-            if current:
-                self._expire(ticket)
+        soonest = self._tickets.expire(now)
         dead = [client for client in self._clients.values() if now - client.last > self.limits.liveness]
         for client in dead:
             _log.warning("client %r was silent for %.1f s: dropped", client.name, now - client.last)
@@ -485,7 +368,6 @@ class Service:
             self.counts["dead"] += 1
         if self._disk is not None and self._disk.advance():
             return 0.001
-        soonest = self._deadlines[0][0] - now if self._deadlines else 1.0
         return max(0.01, min(soonest, self.limits.liveness / 4, 1.0))
 
     def open_copies(self) -> int:
@@ -513,13 +395,3 @@ class Service:
 
 def _done(request: m.Request, count: int = 0) -> Frames:
     return [m.encode(m.Done(id=request.id, count=count))]
-
-
-def _remove(ticket: _Ticket) -> None:
-    del ticket.client.tickets[ticket.id]
-    ticket.client.held -= len(ticket.objects)
-
-
-def _unlock(objects: Sequence[StoredObject]) -> None:
-    for one in objects:
-        one.locks -= 1

@@ -11,8 +11,9 @@ import pytest
 import kvraw
 from kvraw.errors import BoundsError
 from kvraw.multiprocess import messages as m
-from kvraw.multiprocess import service
-from kvraw.multiprocess.service import Limits, Service
+from kvraw.multiprocess import tickets
+from kvraw.multiprocess.service import Service
+from kvraw.multiprocess.tickets import Limits
 from kvraw.runtime.host.mapping import HostOptions
 from tests.helpers.profile import examples
 from tests.helpers.serving import Asker
@@ -267,15 +268,15 @@ def test_a_failure_of_the_server_is_an_error_reply(world: World, monkeypatch: py
 
 
 def test_a_client_cannot_hold_ever_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_MOST_TICKETS", 3)
-    monkeypatch.setattr(service, "_MOST_HELD", 5)
+    monkeypatch.setattr(tickets, "_MOST_TICKETS", 3)
+    monkeypatch.setattr(tickets, "_MOST_HELD", 5)
     a, b = world.client("a"), world.client("b")
     world.stored(a, 1, 2)
-    tickets = [a.ask(m.Lookup(keys=names(1), lock=True)).ticket for _ in range(3)]
+    held = [a.ask(m.Lookup(keys=names(1), lock=True)).ticket for _ in range(3)]
     assert a.code(m.Lookup(keys=names(1), lock=True)) == a.code(m.PrepareStore(keys=names(3))) == "bounds"
     assert a.ask(m.Lookup(keys=names(1), lock=False)).hits == 1
     assert b.ask(m.Lookup(keys=names(1), lock=True)).hits == 1
-    a.ask(m.Release(ticket=tickets[0]))
+    a.ask(m.Release(ticket=held[0]))
     assert a.code(m.PrepareRetrieve(keys=names(1, 2, 1, 2))) == "bounds"
     assert a.code(m.PrepareRetrieve(keys=names(1, 2))) == ""
 
