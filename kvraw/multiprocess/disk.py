@@ -43,7 +43,7 @@ class _Segment:
         except OSError as error:
             if isinstance(error, FileExistsError):
                 raise
-            self.file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
+            self.file = os.open(path, flags & ~os.O_EXCL, 0o600)  # a file system without it may have made it
         weakref.finalize(self, os.close, self.file)
 
 

@@ -171,7 +171,13 @@ def run(seconds: float, workers: int = 8, seed: int = 0, kill_server: bool = Tru
             assert status == 0, err
         kvraw.sweep_shared_memory()
         assert server.segments() == []
-        return {**total, **{f"server {name}": last[name] for name in ("stored", "hits", "evicted", "dead", "expired")}}
+        return {
+            **total,
+            **{
+                f"server {name}": last[name]
+                for name in ("stored", "hits", "evicted", "dead", "expired", "disk_loaded", "disk_damaged")
+            },
+        }
 
 
 def main() -> int:

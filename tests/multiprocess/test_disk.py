@@ -170,7 +170,7 @@ def test_damage_on_disk_is_a_miss_of_the_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_restart_keeps_what_was_stored(tmp_path: Path, number: int) -> None:
     one, disk = HostCache(1), ("--disk", str(tmp_path / "disk"), "--disk-mib", "8")
-    with Server(tmp_path, *disk) as first, worker(one.cache, first.endpoint) as a:
+    with Server(tmp_path, *disk) as first, worker(one.cache, first.endpoint, timeout=0.3) as a:
         a.store(key(1, 3), IDS)
         until(lambda: a.context.stats()["disk_written"] == 3)
         first.end(number)

@@ -1,7 +1,7 @@
 """Real processes: a server, workers of it, and what becomes of them by SIGKILL, SIGTERM and senseless messages.
 
 KVRAW_TEST_MALFORMED is the number of malformed messages, 2,000 where it is not set; KVRAW_TEST_SERVE_SECONDS the length
-of the run with killed workers, 4 where it is not set.
+of the run with killed workers, 3 where it is not set.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.fuzz import serve
 from tests.helpers.serving import CHUNK, Child, HostCache, Server, key, stats, until, worker
 
 MALFORMED = int(os.environ.get("KVRAW_TEST_MALFORMED", "2000"))
-SECONDS = float(os.environ.get("KVRAW_TEST_SERVE_SECONDS", "4"))
+SECONDS = float(os.environ.get("KVRAW_TEST_SERVE_SECONDS", "3"))
 IDS = [5, 1, 20, 9, 7, 8]
 
 WORKER = """
