@@ -136,7 +136,7 @@ class DiskTier:
         while self._segments and self.used + nbytes > self.nbytes:
             gone = self._segments.pop(0)
             gone.gone = True
-            for key in gone.keys:
+            for key in list(gone.keys):  # the writer may add to them
                 place = self._index.get(key)
                 if place is not None and place.segment is gone:
                     del self._index[key]

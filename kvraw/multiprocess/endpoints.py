@@ -12,7 +12,6 @@ import ipaddress
 import os
 import re
 import stat
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import zmq
 import zmq.auth
 import zmq.utils.z85
 
+from kvraw import config
 from kvraw.errors import KvrawError
 
 __all__ = ["EndpointError", "Keys", "Listening", "default_endpoint", "require_endpoint"]
@@ -99,9 +99,7 @@ def _load(path: str | Path) -> tuple[bytes, bytes | None]:
 
 def default_endpoint() -> str:
     """A Unix socket in a folder of the user's own."""
-    home = os.environ.get("XDG_RUNTIME_DIR", "")
-    folder = os.path.join(home, "kvraw") if home else os.path.join(tempfile.gettempdir(), f"kvraw-{os.geteuid()}")
-    return f"ipc://{folder}/serve.sock"
+    return f"ipc://{config.user_runtime()}/serve.sock"
 
 
 def require_endpoint(endpoint: str, keys: Keys | None) -> str | None:

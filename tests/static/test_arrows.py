@@ -48,7 +48,7 @@ ALLOWED = {
         "errors addresses checks config layouts plain arrays memo runtime copying codec rope "
         "cache batch prepared transfer transfer_plan adapters"
     ),
-    "kvraw.multiprocess": "errors checks layouts cache runtime copying transfer_plan multiprocess",
+    "kvraw.multiprocess": "errors checks config layouts cache runtime copying transfer_plan multiprocess",
     "kvraw.bench": "errors layouts runtime copying adapters bench",
     "kvraw.cli": "__version__ errors config layouts ptx runtime copying multiprocess bench cli",
     "kvraw.__main__": "cli",
