@@ -219,7 +219,10 @@ def test_what_is_no_message_at_all_ends_its_connection_alone(tmp_path: Path) -> 
 
 
 def test_random_workers_that_are_killed() -> None:
-    found = serve.run(SECONDS)
+    for seconds in (SECONDS, 4 * SECONDS):  # a machine that is busy with other tests gets less done
+        found = serve.run(seconds)
+        if found["killed"] > 3 and found["retrieved"] > 50 and found["server evicted"] > 0:
+            break
     assert found["killed"] > 3
     assert found["retrieved"] > 50
     assert found["server evicted"] > 0
