@@ -133,3 +133,11 @@ def user_cache(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The user's directory for caches; None where there is no home."""
     path = Path(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return path if path.is_absolute() else None
+
+
+def user_runtime(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's directory for sockets."""
+    import tempfile  # here: it costs milliseconds
+
+    home = environ.get("XDG_RUNTIME_DIR", "")
+    return Path(home) / "kvraw" if os.path.isabs(home) else Path(tempfile.gettempdir()) / f"kvraw-{os.geteuid()}"

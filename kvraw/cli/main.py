@@ -87,6 +87,12 @@ def _calibrate(options: argparse.Namespace) -> Result:
     return report, calibrate.rows(report)
 
 
+def _serve(options: argparse.Namespace) -> Result:
+    from kvraw.cli import serve
+
+    return serve.run(options)
+
+
 def _mib(text: str) -> float:
     value = _real(text)
     if not 0 < value <= _MOST_MIB:
@@ -98,6 +104,13 @@ def _seconds(text: str) -> float:
     value = _real(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number >= 0, is {text}")
+    return value
+
+
+def _limit(text: str) -> float:
+    value = _real(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, is {text}")
     return value
 
 
@@ -146,6 +159,27 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     beside.add_argument("--first", action="store_true", help="first calls beside a GPU that is busy for 1.5 s")
 
 
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--mib", type=_whole_mib, default=1024, help="MiB of the pool (default: %(default)s)")
+    serve.add_argument(
+        "--endpoint", metavar="URL", help="ipc:///path or tcp://address:port (default: a socket of yours)"
+    )
+    serve.add_argument("--metrics", metavar="HOST:PORT", help="where Prometheus finds the counts")
+    serve.add_argument("--curve-key", metavar="FILE", help="the server's secret key; needed beyond this machine")
+    serve.add_argument("--curve-clients", metavar="FOLDER", help="public keys (*.key) of those who may connect")
+    serve.add_argument("--write-limit", type=_limit, default=60.0, metavar="S", help="seconds a store may take")
+    serve.add_argument("--read-limit", type=_limit, default=60.0, metavar="S", help="seconds a retrieve may take")
+    serve.add_argument(
+        "--liveness", type=_limit, default=10.0, metavar="S", help="silence after which a worker is dead"
+    )
+    serve.add_argument("--drain", type=_seconds, default=10.0, metavar="S", help="that the end waits for transfers")
+    serve.add_argument("--message-mib", type=_whole_mib, default=256, help="most MiB of a chunk that comes by message")
+    serve.add_argument("--disk", metavar="FOLDER", help="keeps chunks beyond the pool, and beyond the server's end")
+    serve.add_argument("--disk-mib", type=_whole_mib, default=16384, help="MiB there (default: %(default)s)")
+    serve.add_argument("--name", help="of the segment in /dev/shm (default: one that nobody else has)")
+    serve.add_argument("--json", action="store_true", help="at the end print one JSON document")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvraw", description="Moves KV-cache blocks between GPU and host memory.")
     parser.add_argument("--version", action="version", version=f"kvraw {__version__}")
@@ -171,6 +205,10 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure every engine against the ceilings of this machine")
     _add_bench(bench)
     bench.set_defaults(run=_bench)
+
+    serve = commands.add_parser("serve", help="hold KV chunks in shared memory for the workers of this machine")
+    _add_serve(serve)
+    serve.set_defaults(run=_serve)
 
     for command in (doctor, demo, calibrate):
         command.add_argument("--json", action="store_true", help="print one JSON document")

@@ -50,7 +50,7 @@ def test_its_own_tests(vllm: Environment, tmp_path: Path) -> None:
         paths = [f"tests/v1/kv_offload/cpu/{name}" for name in TESTS.split()]
         done = vllm.tried(*SUITE, *paths, cwd=tmp_path, timeout=1500, **environ)
         passed, names = outcome(done.stdout)
-        assert passed > 50, done.stdout[-4000:]
+        assert passed > 10, done.stdout[-4000:]
         print(f"vllm: {passed} passed, {len(names)} failed, {environ}")
         failed.append(names)
     assert failed[0] - failed[1] == set()

@@ -76,8 +76,8 @@ def test_every_command_and_option_is_described() -> None:
         for option in action.option_strings
         if option not in ("-h", "--help")
     }
-    assert sorted(options - set(re.findall(r"--\w+", text))) == []
-    assert sorted(set(re.findall(r"--\w+", text)) - options - {"--help"}) == []
+    assert sorted(options - set(re.findall(r"--\w[\w-]*", text))) == []
+    assert sorted(set(re.findall(r"--\w[\w-]*", text)) - options - {"--help"}) == []
 
 
 def test_figures_are_those_that_were_measured() -> None:

@@ -12,7 +12,7 @@ import pytest
 import kvraw
 
 ROOT = Path(kvraw.__file__).parents[1]
-HEAVY = ("torch", "numba", "llvmlite", "cuda")
+HEAVY = ("torch", "numba", "llvmlite", "cuda", "zmq", "msgspec", "prometheus_client")
 BUDGET_US = 50_000
 
 LOADED = "import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"

@@ -49,9 +49,10 @@ ALLOWED = {
         "errors addresses checks config layouts plain arrays memo runtime copying codec rope "
         "cache batch prepared transfer transfer_plan adapters"
     ),
+    "kvraw.multiprocess": "errors checks config layouts cache runtime copying transfer_plan multiprocess",
     "kvraw.bench": "errors layouts runtime copying adapters bench",
     "kvraw.cli.engines": "__version__ adapters.engines",
-    "kvraw.cli": "__version__ errors config layouts ptx runtime copying bench cli",
+    "kvraw.cli": "__version__ errors config layouts ptx runtime copying multiprocess bench cli",
     "kvraw.__main__": "cli",
 }
 # Rooms that may use the package as its users do.
@@ -74,6 +75,10 @@ ONLY_FOR = {
     "kvraw.cli": ("kvraw.cli", "kvraw.__main__"),
     "kvraw.bench": ("kvraw.bench", "kvraw.cli"),
     "kvraw.adapters": ("kvraw.adapters", "kvraw.bench", "kvraw.cli.engines", "kvraw.transformers"),
+    "kvraw.multiprocess": ("kvraw.multiprocess", "kvraw.cli"),
+    "zmq": ("kvraw.multiprocess",),
+    "msgspec": ("kvraw.multiprocess",),
+    "prometheus_client": ("kvraw.multiprocess",),
     "cuda": ("kvraw.runtime.driver",),
     "numba": NUMBA,
     "llvmlite": NUMBA,
