@@ -127,7 +127,7 @@ def failures(environment: Environment, folder: str, names: str, **environ: str) 
 def test_its_own_tests(lmcache: Environment, folder: str, names: str) -> None:
     """None fails that does not fail without kvraw."""
     ours = failures(lmcache, folder, names)
-    assert sum(lmcache.counted.values()) > 50
+    assert sum(lmcache.counted.values()) > 20  # most of them call its fallback by name
     assert ours - failures(lmcache, folder, names, KVRAW_DISABLE="lmcache") == set()
     assert sum(lmcache.counted.values()) == 0
 
