@@ -230,7 +230,7 @@ def _table(host: U64, used: list[Allocation]) -> AddressTable:
 def _covered(d: CudaDriver, addresses: U64, sizes: U64) -> AddressTable | None:
     """Where ranges lie that are each within one allocation that is kept; None where some is not, or was freed."""
     known = known_memory(d)
-    begin, learnt = 0, True
+    begin, learnt, new = 0, True, 0
     while learnt:
         allocations, starts, stops = known.vectors()
         met, learnt = np.zeros(len(starts), np.uint8), False
@@ -240,7 +240,9 @@ def _covered(d: CudaDriver, addresses: U64, sizes: U64) -> AddressTable | None:
             made = allocation(d, address)
             if made is None or not made.number or not made.start <= address <= made.stop - size:
                 return None
-            begin, learnt = at, True
+            begin, learnt, new = at, True, new + 1
+            if len(known.table[0]) < new:  # more than are kept, or another thread has them asked about anew
+                return None
         elif begin:  # what lies ahead of what was learnt is to be marked as well
             begin, learnt = 0, True
     used = [allocations[k] for k in met.nonzero()[0].tolist()]

@@ -194,9 +194,10 @@ class BoundCopy:
             joints = np.unique(np.concatenate(bases)) if bases else np.zeros(0, np.uint64)
             self._joints = apart, joints
         edges, ours = call.edges, state.cuts()
-        if self._cuts[0] is not ours or self._cuts[1] != edges:
-            self._cuts = ours, edges, cuts_with(edges)
-        found = self._described(src, dst, call.first, call.count, joints=joints, cuts=self._cuts[2])
+        cuts = self._cuts  # once: another thread may put those of its call there
+        if cuts[0] is not ours or cuts[1] != edges:
+            cuts = self._cuts = ours, edges, cuts_with(edges)
+        found = self._described(src, dst, call.first, call.count, joints=joints, cuts=cuts[2])
         operation.enqueued.append(operation.stream)
         pageable = call.src.pageable or call.dst.pageable
         submission.enqueue(state, operation, found, capturing=call.capturing, pageable=pageable, edges=edges)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -52,12 +53,13 @@ class Completion:
     """
 
     __slots__ = (
-        *("__weakref__", "_callbacks", "_checks", "_event", "_pending", "_refs", "captured", "error", "handled"),
-        *("queue", "stream", "uses"),
+        *("__weakref__", "_callbacks", "_checks", "_event", "_pending", "_refs", "captured", "ended", "error"),
+        *("handled", "queue", "stream", "uses"),
     )
 
     stream: int
     captured: bool
+    ended: int  # of the same numbers as `Operation.begun`, once its event was recorded
     queue: CompletionQueue
     error: Exception | None
     uses: Any
@@ -181,11 +183,14 @@ class Operation(Completion):
         Streams that were given work for it.
     recorded : bool
         Its event was recorded behind all of that.
+    begun : int
+        A number that is larger than `ended` of all operations whose events were recorded before.
     """
 
-    __slots__ = ("enqueued", "recorded")
+    __slots__ = ("begun", "enqueued", "recorded")
 
     def __init__(self, queue: CompletionQueue, stream: int, captured: bool) -> None:
+        self.begun = next(queue.numbers)
         self.stream, self.captured, self.queue, self.error, self.uses = stream, captured, queue, None, None
         self._event = None
         if not captured:
@@ -258,6 +263,7 @@ class Operation(Completion):
         try:
             if not self.recorded:
                 queue.owner.event_record(self._event, self.stream)
+            self.ended = next(queue.numbers)
             stream = self.stream if self.stream != _PER_THREAD else -threading.get_ident()
             behind = queue.streams.get(stream)
             if behind is None:
@@ -308,7 +314,8 @@ class CompletionQueue:
         self.owner = driver()
         self.lock = fork.lock()
         # In order: where the front is under way, so is what is behind it.
-        self.streams: dict[int, deque[Completion]] = {}
+        self.streams: dict[int, deque[Operation]] = {}
+        self.numbers = itertools.count()
         self.events: list[int] = []
         self.fences: dict[int, int] = {}  # events behind what is no operation, by stream
         self._begun = 0
@@ -389,21 +396,22 @@ class CompletionQueue:
                     failed = failed or error
         return failed
 
-    def _finish_together(self, stream: int, queue: deque[Completion]) -> None:
-        """Finish all operations of a stream where its newest is over: one question in place of one for each.
+    def _finish_together(self, stream: int, queue: deque[Operation]) -> None:
+        """Finish all operations of a stream that ended before its newest began, where this is over: one question.
 
-        Not those of default streams: other contexts of the device have such as well, and ended threads had.
+        What another thread enqueued meanwhile may be behind it in the stream, whichever was committed first. Not those
+        of default streams: other contexts of the device have such as well, and ended threads had.
         """
         known = list(queue)
-        event = known[-1]._event if len(known) > 2 and stream > _PER_THREAD else None
-        if event is None or not self.owner.event_done(event):
+        newest = known[-1] if len(known) > 2 and stream > _PER_THREAD else None
+        if newest is None or (event := newest._event) is None or not self.owner.event_done(event):
             return
         for one in known:
-            if one._event is not None and not one._pending:
+            if (one.ended < newest.begun or one is newest) and one._event is not None and not one._pending:
                 one._finish()
                 self._remove(queue, one)
 
-    def _remove(self, queue: deque[Completion], one: Completion) -> None:
+    def _remove(self, queue: deque[Operation], one: Operation) -> None:
         try:
             queue.remove(one)
         except ValueError:  # another thread, or a finalizer in the midst of this one, did

@@ -157,6 +157,35 @@ def test_a_chunk_over_two_registrations(apart: Apart, engine: str) -> None:
             apart.pin(1)
 
 
+def test_two_threads_of_one_plan_cut_at_ends_of_their_own(fake: FakeDriver) -> None:
+    """What a plan keeps of a call's ends of registrations, another thread may replace at any time."""
+    apart = Apart(0, 3)
+    w, ids = apart.world, np.arange(4, dtype=np.int64)
+    plan = kvraw.TransferPlan(w.cache, "store", chunk_tokens=16, engine="copy")
+    begin = apart.pages[1] - 1000 - int(apart.memory.ctypes.data)  # a registration ends within a run
+    chunk = apart.memory[begin : begin + plan.chunk_bytes]
+
+    class Shared(BoundCopy):
+        kept: Any
+
+        @property
+        def _cuts(self) -> Any:
+            return self.kept
+
+        @_cuts.setter
+        def _cuts(self, made: Any) -> None:
+            self.kept = made[0], (1,), np.array([1], np.uint64)  # here the other thread goes on
+
+    assert plan._gpu is not None
+    kept = vars(plan._gpu).pop("_cuts")
+    plan._gpu.__class__ = Shared
+    plan._gpu.kept = kept  # type: ignore[attr-defined]
+    plan([chunk], ids, stream=w.stream).wait()
+    want = w.paged[:, :, ids].transpose(1, 0, 2, 3, 4, 5)
+    np.testing.assert_array_equal(chunk.reshape(want.shape), want)
+    apart.close()
+
+
 def test_memory_that_is_registered_again_is_asked_about(fake: FakeDriver) -> None:
     apart = Apart(0, 3)
     places, size = [c.ctypes.data for c in apart.chunks], apart.chunks[0].nbytes
@@ -199,6 +228,23 @@ def test_device_memory_that_takes_the_place_of_other(device: int) -> None:
             assert found.over is None or found.over.stop >= other.address + (1 << 10)
             assert resolve(np.array([other.address], np.uint64), 1 << 10).devices == {device}
             assert not kept.holds(driver())
+
+
+def test_more_allocations_than_are_kept(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking them up ends: one takes another's place all the time."""
+    monkeypatch.setattr("kvraw.runtime.memory._MOST_KNOWN", 16)
+    with DeviceScope(0):
+        apart = [fake.mem_alloc(256) for _ in range(40)]
+        places = np.random.default_rng(0).permutation(np.array(apart * 3, np.uint64)) + np.uint64(56)
+        for _ in range(2):
+            before = fake.calls["pointer_info"]
+            assert resolve(places, 200).devices == {0}
+            assert fake.calls["pointer_info"] - before < 3 * len(places)
+        assert resolve(places, 201).over is not None
+        few = places[places < places[0] + np.uint64(1)][:70]  # fewer than are kept
+        assert resolve(few, 200).devices == {0}
+        for address in apart:
+            fake.mem_free(address)
 
 
 def test_tables_and_checks_are_bounded(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

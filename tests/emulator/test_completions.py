@@ -99,6 +99,37 @@ def test_what_is_behind_an_operation_in_a_stream_is_not_asked_about(
         queue.drain()
 
 
+def test_events_that_threads_record_in_another_order_than_they_commit(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads enqueue on one stream: the newest of the queue is not the last that the stream gets to."""
+    stuck, real, record = set[int](), FakeDriver.event_done, FakeDriver.event_record
+    monkeypatch.setattr(FakeDriver, "event_done", lambda self, e: e not in stuck and real(self, e))
+    with DeviceScope(0), kvraw.Stream(0) as stream:
+        queue = CompletionQueue()
+        ahead = [queue.begin(stream.handle).commit(None) for _ in range(2)]
+        one, other = queue.begin(stream.handle), queue.begin(stream.handle)
+
+        def meanwhile(self: FakeDriver, event: int, on: int) -> None:
+            record(self, event, on)
+            if event == one.event:  # here the other thread goes on
+                assert other.event is not None
+                stuck.add(other.event)
+                other.commit("what it uses")
+
+        monkeypatch.setattr(FakeDriver, "event_record", meanwhile)
+        one.commit(None)
+        stream.synchronize()
+        queue.poll()
+        assert not other.finished  # the stream has not got to it
+        assert all(before.finished for before in ahead)
+        stuck.clear()
+        queue.poll()
+        assert one.finished
+        assert other.finished
+        assert not len(queue)
+
+
 def test_a_pool_keeps_few_of_the_operations_that_are_over(fake: FakeDriver) -> None:
     world = World(0)
     for k in range(300):
