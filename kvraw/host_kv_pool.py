@@ -20,6 +20,7 @@ from kvraw.copying.plan import Side
 from kvraw.copying.transfer import Transfer
 from kvraw.errors import BoundsError, LayoutError
 from kvraw.layouts.geometry import CacheLayout, Geometry, copy_plan, find_format
+from kvraw.memo import Memo
 from kvraw.pages import Pages
 from kvraw.prepared import PreparedCopy
 from kvraw.runtime import fork
@@ -55,12 +56,13 @@ class _Partner(NamedTuple):
 
     here: AddressTable
     there: AddressTable
-    copies: dict[tuple[object, ...], list[_Part]]
+    copies: Memo[tuple[object, ...], list[_Part]]
 
 
 # Bytes of a launch of a load by layers. One of a single layer of few bytes is over sooner than the next one is there:
 # layers of 1 MiB loaded at 14 GB/s one by one, beside a decode (benchmarks/README.md).
 _LAYERS_BYTES = 4 << 20
+_MOST = 64  # kinds of copies that are kept for a cache: rates may come in any number
 
 
 def _some_layers(side: Side, bases: AddressTable, first: int, count: int, planes: int) -> tuple[Side, AddressTable]:
@@ -442,7 +444,7 @@ class HostKVPool(Closing, NotPicklable):
                     plan = copy_plan(replace(g, layers=layers), src[0], dst[0], by)
                     copies[layers] = PreparedCopy(plan, device=cache.device, index_names=names, **options)
                 found.append(_Part(copies[layers], src[1], dst[1], layers))
-            partner.copies[key] = found
+            partner.copies.keep(key, found)
         return found
 
     def _partner(self, cache: PagedCache) -> _Partner:
@@ -458,7 +460,7 @@ class HostKVPool(Closing, NotPicklable):
                 self._pool.pin(cache.device)
                 shift = self._pool.device_shift
             here = AddressTable(self.bases, self.bases + np.uint64(shift % 2**64), cache.device is not None)
-            found = self._partners[cache] = _Partner(here, AddressTable(cache.bases, cache.bases, False), {})
+            found = self._partners[cache] = _Partner(here, AddressTable(cache.bases, cache.bases, False), Memo(_MOST))
         return found
 
     def _index(

@@ -147,6 +147,17 @@ def test_layers_end_in_order(fake: object, monkeypatch: pytest.MonkeyPatch) -> N
     s.pool.close()
 
 
+def test_copies_that_are_kept_are_bounded(fake: object) -> None:
+    w = TorchLike(0)
+    s = Setting(w, "page_first")
+    slots, target = s.pool.alloc(8), slots_of([4, 9])
+    for k in range(80):
+        s.pool.load(s.cache, slots, target, stream=w.stream, max_rate=1e9 + k).wait()
+    assert len(s.pool._partners[s.cache].copies) <= 64
+    s.expect_cache(slots, target)  # type: ignore[arg-type]
+    s.pool.close()
+
+
 def test_a_load_by_layer_is_behind_the_stream(w: TorchLike) -> None:
     s = Setting(w, "layer_first")
     slots = s.pool.alloc(8)
