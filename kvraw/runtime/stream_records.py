@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvraw.runtime import fork
-from kvraw.runtime.context import DeviceScope
+from kvraw.runtime.context import DeviceScope, tie
 from kvraw.runtime.driver import CudaDriver, driver, driver_if, driver_or_none
 from kvraw.runtime.stream import Stream
 
@@ -53,7 +53,13 @@ class _Anchor:
         d.event_synchronize(event)
         after = _now()
         self.event, self.at, self.error = event, (before + after) / 2, after - before
+        self.device = stream.device
         self._finalizer = weakref.finalize(self, _destroy, weakref.ref(d), stream.device, event)
+        tie(self)
+
+    def context_lost(self) -> None:
+        """The event ended with its context."""
+        self._finalizer.detach()
 
 
 def _destroy(known: weakref.ref[CudaDriver], device: int, event: int) -> None:
@@ -67,9 +73,14 @@ class _Clock:
     """A device's events as wall-clock times."""
 
     def __init__(self, device: int) -> None:
-        self._stream = Stream(device)
+        self._stream, self.device, self.was_reset = Stream(device), device, False
+        tie(self)
         self._last: dict[int, float] = {}
         self.anchor = self._measure()
+
+    def context_lost(self) -> None:
+        """The context was reset: no event of before can be asked about any more."""
+        self.was_reset = True
 
     def _measure(self) -> _Anchor:
         # The first one of a process pays for what the driver does once, and any may be interrupted.
@@ -165,11 +176,24 @@ class Recorder:
             self._events.clear()
             self._clocks.clear()
 
+    def _end_reset(self) -> None:
+        """Forget what ended with contexts that were reset: nothing tells what their streams had got to."""
+        for device, clock in list(self._clocks.items()):
+            if clock.was_reset:
+                queues = [self._queues.pop(key) for key in list(self._queues) if key[0] == device]
+                self._events.pop(device, None)
+                del self._clocks[device]
+                if lost := sum(map(len, queues)):
+                    _log.error("the context of device %d was reset: %d records are lost", device, lost)
+
     def _enqueue(self, d: CudaDriver, device: int, stream: int, value: tuple[Any, ...], *, anew: bool = True) -> None:
         if d.stream_capturing(stream):
             self._take_up(TimedRecord(next(self._order), stream, value, at=_now()))
             return
         clock = self._clocks.get(device)
+        if clock is not None and clock.was_reset:
+            self._end_reset()
+            clock = None
         if clock is None:
             clock = self._clocks[device] = _Clock(device)
         if anew:
@@ -195,6 +219,7 @@ class Recorder:
     def _poll(self) -> None:
         """Take up what the streams got to, in the order of time."""
         found: list[TimedRecord] = []
+        self._end_reset()
         try:
             with driver().relaxed():
                 for (device, stream), queue in list(self._queues.items()):

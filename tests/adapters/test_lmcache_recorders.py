@@ -13,6 +13,7 @@ import kvraw.adapters.lmcache as ops
 from kvraw.runtime import stream_records
 from kvraw.runtime.context import DeviceScope
 from kvraw.runtime.driver import driver
+from tests.emulator.fake_driver import FakeDriver
 from tests.helpers.memory import Memory
 
 
@@ -143,3 +144,22 @@ def test_times_are_those_of_the_stream(gpu: int) -> None:
     assert max(late) < 2e-4
     # The host sees the end at once unless it is interrupted: in some round it was not.
     assert min(abs(x) for x in late) < 2e-4
+
+
+def test_records_after_a_reset(fake: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that wait when somebody resets the device are lost; later ones are not."""
+    recorder = stream_records.Recorder()
+    stream = kvraw.Stream(0)
+    recorder.record(stream.handle, ("done",))
+    stream.synchronize()
+    assert [r.value for r in recorder.drain()] == [("done",)]
+    recorder.record(stream.handle, ("lost",))
+    fake.reset(0)
+    with pytest.raises(kvraw.DriverError, match="the context of device 0 was reset"):
+        recorder.drain()
+    for k in range(3):
+        with kvraw.Stream(0) as other:
+            recorder.record(other.handle, ("later", k))
+            other.synchronize()
+            assert [r.value for r in recorder.drain()] == [("later", k)]
+    assert [r.message for r in caplog.records] == ["the context of device 0 was reset: 1 records are lost"]
