@@ -43,7 +43,7 @@ ALLOWED = {
     "kvraw.prepared": "errors checks config arrays cache runtime copying",
     "kvraw.transfer_plan": "errors checks config layouts arrays cache chunks runtime copying",
     "kvraw.transfer": "errors cache chunks copying.planner copying.transfer runtime transfer_plan",
-    "kvraw.host_kv_pool": "errors checks arrays layouts cache pages runtime copying prepared",
+    "kvraw.host_kv_pool": "errors checks memo arrays layouts cache pages runtime copying prepared",
     "kvraw.transformers": "errors batch runtime copying adapters",
     "kvraw.adapters": (
         "errors addresses checks config layouts plain arrays memo runtime copying codec rope "
