@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import math
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -202,10 +203,14 @@ class RateLimit(NamedTuple):
             `neighbour` is none of "busy" and "idle".
         BoundsError
             `max_rate` is neither 0 nor a rate that kernels can keep to.
+        TypeError
+            It is no number.
         """
         neighbour = config.NEIGHBOUR.get() if neighbour is None else neighbour
         if neighbour not in config.NEIGHBOURS:
             raise LayoutError(f"neighbour is {neighbour!r}, must be one of {', '.join(config.NEIGHBOURS)}")
+        if not isinstance(max_rate, numbers.Real):
+            raise TypeError(f"max_rate is {max_rate!r}, must be a number of bytes a second")
         require_rate(max_rate, "max_rate")
         return cls(neighbour == "busy", float(max_rate))
 

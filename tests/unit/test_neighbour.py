@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvraw.copying.planner import BUILT_IN, DIRECTIONS, RateLimit
@@ -58,6 +60,13 @@ def test_what_no_limit_is(rate: float) -> None:
         RateLimit.of("busy", rate)
     with pytest.raises(LayoutError, match="neighbour is 'noisy', must be one of busy, idle"):
         RateLimit.of("noisy")
+
+
+@pytest.mark.parametrize("rate", ["1e9", None, [1e9]])
+def test_what_no_rate_is(rate: Any) -> None:
+    with pytest.raises(TypeError, match=r"max_rate is .*, must be a number of bytes a second"):
+        RateLimit.of("busy", rate)
+    assert RateLimit.of("idle", np.float32(1e9)) == RateLimit.of("idle", 10**9) == RateLimit(False, 1e9)
 
 
 def test_the_neighbour_that_nobody_names(monkeypatch: pytest.MonkeyPatch) -> None:
