@@ -204,7 +204,7 @@ class BoundSteps:
             Destination, source and bytes of each copy, between pinned and device memory.
         jobs : list of tuple
             Of each launch the address of its ids, the first item, and how many.
-        told : callable
+        on_error : callable
             Receives the first error that kernels find in ids.
 
         Returns
