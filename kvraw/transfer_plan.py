@@ -333,9 +333,11 @@ class TransferPlan(NotPicklable):
         if choice is not None:
             lines.insert(1, f"engine {choice.engine}: {choice.reason}")
         if self._gpu is not None:
-            ctas = self._gpu.kernel.most_ctas(True, 0)
+            rate = self._gpu.chooser.limit.rate(self.cache.device or 0, self.direction)
+            ctas = self._gpu.kernel.most_ctas(True, 0, rate > 0)
             lines.append(
                 f"kernels take up to {p.width()} bytes per access, on at most {ctas} thread blocks over the link"
+                + (f", at {rate / 1e9:.1f} GB/s" if rate else "")
             )
             if choice is not None and choice.microseconds:
                 lines.append(f"predicted: {choice.microseconds:.0f} us")

@@ -330,6 +330,7 @@ class BoundCopy:
                 ctas=self.ctas,
                 check=self._check,
                 names=self._names,
+                limit=self.chooser.limit,
             )
         self._last_staged = paged, way, staged
         return staged, ring
@@ -347,7 +348,13 @@ class BoundCopy:
         ring, items, host = state.arena.ring(way), self._items.get(way), int(way == "store")
         if items is None:
             items = self._items[way] = StagedItems(
-                self.plan, way == "store", ring.nbytes, ctas=self.ctas, check=self._check, names=self._names
+                self.plan,
+                way == "store",
+                ring.nbytes,
+                ctas=self.ctas,
+                check=self._check,
+                names=self._names,
+                limit=self.chooser.limit,
             )
         there, span = call.side(host, on_device=False), (call.first, call.count)
         paged = call.indices[1 - host], call.tables[1 - host]

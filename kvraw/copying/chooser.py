@@ -100,7 +100,8 @@ class Chooser:
         self._moves: dict[str, tuple[int, _Joins]] = {}
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._varying: set[tuple[object, ...]] = set()  # keys of calls whose engine depends on neighbouring items
-        self._fixed = Choice(engine, "asked for", 0.0) if engine in ("kernel", "copy") and ctas != 0 else None
+        fixed = ctas != 0 and (engine == "kernel" or (engine == "copy" and not self.limit.most))
+        self._fixed = Choice(engine, "asked for", 0.0) if fixed else None
 
     def choose(self, state: DeviceState, call: Call) -> Choice:
         """The engine of a call; the device's context is current.
@@ -294,7 +295,8 @@ class Chooser:
             named, reason = "copy", no_kernel
             barred = {"copy": f"{barred['copy']}, and {no_kernel}"} if "copy" in barred else {}
         if named != "auto":
-            soft = named == "copy" and call.host_ids and call.host_tables  # slower, but right
+            # Slower, but right; a rate that it does not keep to is neither.
+            soft = named == "copy" and call.host_ids and call.host_tables and not (self.limit.most and way)
             ends = named == "staged" and bool(self.rows(call)) and not self.whole_chunks(call)[1]  # by the kernel
             if named in barred and not soft and not ends:
                 raise PlacementError(f"engine is {named!r}, but {barred[named]}")

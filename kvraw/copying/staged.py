@@ -24,6 +24,7 @@ from kvraw.copying.device_state import DeviceState
 from kvraw.copying.kernel import BoundLaunch
 from kvraw.copying.operands import DeviceTable, Operands
 from kvraw.copying.plan import CopyPlan
+from kvraw.copying.planner import RateLimit
 from kvraw.copying.staged_cuts import ChunkCuts, ItemCuts, Step
 from kvraw.copying.staged_program import DST, PARAMS, SlotProgram, slot_program
 from kvraw.copying.staging_ring import StagingRing
@@ -345,9 +346,10 @@ class StagedChunks(_Staged):
         ctas: int | None = None,
         check: bool = True,
         names: tuple[str, str] = ("src_index", "dst_index"),
+        limit: RateLimit | None = None,
     ) -> None:
         super().__init__(store, check)
-        self._cuts = ChunkCuts(plan, store, slot_bytes, ctas, check, names, bases, chunk_bytes)
+        self._cuts = ChunkCuts(plan, store, slot_bytes, ctas, check, names, limit, bases, chunk_bytes)
 
     def enqueue(
         self,
@@ -420,9 +422,10 @@ class StagedItems(_Staged):
         ctas: int | None = None,
         check: bool = True,
         names: tuple[str, str] = ("src_index", "dst_index"),
+        limit: RateLimit | None = None,
     ) -> None:
         super().__init__(store, check)
-        self._cuts = ItemCuts(plan, store, slot_bytes, ctas, check, names)
+        self._cuts = ItemCuts(plan, store, slot_bytes, ctas, check, names, limit)
         self._copies = DescriptorPlan(self._cuts.plan)
 
     def enqueue(

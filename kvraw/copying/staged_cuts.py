@@ -12,6 +12,7 @@ from kvraw.arrays import U64
 from kvraw.copying.kernel import KernelPlan
 from kvraw.copying.kernel_args import WORDS
 from kvraw.copying.plan import CopyPlan, Side
+from kvraw.copying.planner import RateLimit
 from kvraw.errors import PlacementError
 
 __all__ = ["MOST_BASES", "ChunkCuts", "ItemCuts", "Step", "packed_side"]
@@ -94,14 +95,21 @@ class ItemCuts:
     """
 
     def __init__(
-        self, plan: CopyPlan, store: bool, slot_bytes: int, ctas: int | None, check: bool, names: tuple[str, str]
+        self,
+        plan: CopyPlan,
+        store: bool,
+        slot_bytes: int,
+        ctas: int | None,
+        check: bool,
+        names: tuple[str, str],
+        limit: RateLimit | None,
     ) -> None:
         self._store, self._items, self._item_bytes = store, slot_bytes // plan.item_bytes, plan.item_bytes
         slot = packed_side(plan, plan.dst if store else plan.src, self._items)
         self.stride = slot.outer
         self.plan = replace(plan, src=slot) if store else replace(plan, dst=slot)
         packs = replace(plan, dst=slot) if store else replace(plan, src=slot)
-        self._kernel = KernelPlan(packs, ctas=ctas, check=check, names=names)
+        self._kernel = KernelPlan(packs, ctas=ctas, check=check, names=names, limit=limit)
         self._begin: U64 = np.zeros(1, np.uint64)
 
     def steps(self, first: int, count: int) -> tuple[Step | None, list[Step]]:
@@ -166,10 +174,12 @@ class ChunkCuts:
         ctas: int | None,
         check: bool,
         names: tuple[str, str],
+        limit: RateLimit | None,
         bases: U64,
         chunk_bytes: int,
     ) -> None:
         self._plan, self._store, self._ctas, self._check, self._names = plan, store, ctas, check, names
+        self._limit = limit
         self._paged, self._chunk = (plan.src, plan.dst) if store else (plan.dst, plan.src)
         self._bases, self.chunk_bytes, self.per_chunk = bases, chunk_bytes, self._chunk.page
         self._group = min(slot_bytes // chunk_bytes, _MOST_CHUNKS)
@@ -190,7 +200,7 @@ class ChunkCuts:
         kernel = self._kernels.get((planes, layers))
         if kernel is None:
             part = replace(self._plan, planes=planes, layers=layers)
-            kernel = KernelPlan(part, ctas=self._ctas, check=self._check, names=self._names)
+            kernel = KernelPlan(part, ctas=self._ctas, check=self._check, names=self._names, limit=self._limit)
             self._kernels[planes, layers] = kernel
         paged, chunk = self._paged, self._chunk
         entry = plane * paged.table_plane + layer * paged.table_layer

@@ -16,7 +16,7 @@ __all__ = ["StagingRing", "StagingRings", "StagingSlot"]
 class StagingSlot:
     """Device memory, the event after which it may be written, and the event after which it may be read."""
 
-    _slots__ = ("address", "buffer", "free", "full")
+    __slots__ = ("address", "buffer", "free", "full")
 
     def __init__(self, nbytes: int, device: int) -> None:
         d = driver()

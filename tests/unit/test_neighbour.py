@@ -52,6 +52,9 @@ def test_a_rate_that_the_caller_names(fake: FakeDriver, direction: str) -> None:
         with pytest.raises(PlacementError, match="max_rate is kept by kernels alone"):
             Call(256 * KIB, 64, 32, direction, limit=limit, engine="staged").choose()
     assert Call(256, 512, 512, direction, limit=RateLimit(False, 5e9)).choose(link=False).rate == 0
+    for how in ({"engine": "copy"}, {"ctas": 0}):
+        with pytest.raises(PlacementError, match="max_rate is kept by kernels alone"):
+            Call(256 * KIB, 64, 32, direction, limit=RateLimit(False, 5e9), **how).choose()
 
 
 @pytest.mark.parametrize("rate", [-1.0, 1.0, math.inf, math.nan])
