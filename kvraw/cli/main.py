@@ -189,9 +189,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 def _add_top(top: argparse.ArgumentParser) -> None:
     top.add_argument("--endpoint", metavar="URL", help="of the server (default: that of one that was given none)")
     top.add_argument("--interval", type=_limit, default=1.0, metavar="S", help="between looks (default: %(default)s)")
-    top.add_argument(
-        "--count", type=_natural, metavar="N", help="looks; 0: until Ctrl-C (default: 0 on a terminal, else 1)"
-    )
+    top.add_argument("--count", type=_natural, metavar="N", help="looks; 0: until Ctrl-C (default on a terminal)")
     top.add_argument("--timeout", type=_limit, default=5.0, metavar="S", help="to wait for an answer")
     top.add_argument("--curve-key", metavar="FILE", help="a client's secret key")
     top.add_argument("--curve-server", metavar="FILE", help="the server's public key")

@@ -109,7 +109,7 @@ def rows(report: dict[str, Any]) -> Rows:
     ]
     if "disk_objects" in c:
         written, loaded = counted("disk_written", "written"), counted("disk_loaded", "loaded")
-        lost = f"{c['disk_skipped']:,.0f} skipped, {c['disk_damaged']:,.0f} damaged"
+        lost = f"{c['disk_waiting']:,.0f} waiting, {c['disk_skipped']:,.0f} skipped, {c['disk_damaged']:,.0f} damaged"
         found.append(("disk", f"{c['disk_objects']:,.0f} chunks, {_mib(c['disk_bytes'])}: {written}, {loaded}, {lost}"))
     return found
 

@@ -312,8 +312,8 @@ class DiskTier:
         return zlib.crc32(into[: place.nbytes]) == place.checksum
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the folder. Idempotent."""
-        self._writer.shutdown()
+        """Wait for what is under way, drop what is not begun, and let go of the folder. Idempotent."""
+        self._writer.shutdown(cancel_futures=True)
         self._reader.shutdown()
         lock, self._lock = self._lock, -1
         if lock >= 0:

@@ -19,6 +19,11 @@ _log = logging.getLogger("kvraw")
 _MOST_LATER = 1 << 16  # chunks
 
 
+def _padded(one: StoredObject) -> int:
+    """Bytes that a chunk takes of the pool, and of the disk."""
+    return -(-one.chunk.nbytes // PAGE) * PAGE
+
+
 class Spill:
     """One thread at a time may call it.
 
@@ -38,8 +43,7 @@ class Spill:
         self._later: deque[StoredObject] = deque()  # the disk is behind: if they are there still
 
     def _bytes(self, one: StoredObject) -> Any:
-        nbytes = -(-one.chunk.nbytes // PAGE) * PAGE
-        return memoryview(self._pool.view(one.chunk.address, nbytes))  # type: ignore[arg-type]
+        return memoryview(self._pool.view(one.chunk.address, _padded(one)))  # type: ignore[arg-type]
 
     def holds(self, key: bytes, nbytes: int) -> bool:
         """Whether the disk has a chunk."""
@@ -56,7 +60,7 @@ class Spill:
     def _write_some(self) -> None:
         later, most = self._later, self._pool.nbytes // 4
         # One chunk at least, however large it is.
-        while later and (not self._waiting or self._waiting + later[0].chunk.nbytes <= most):
+        while later and (not self._waiting or self._waiting + _padded(later[0]) <= most):
             one = later.popleft()
             nbytes = one.chunk.nbytes
             if self._objects.find(one.key, nbytes) is not one:
@@ -65,14 +69,14 @@ class Spill:
             future = self._disk.write(one.key, self._bytes(one), nbytes)
             if future is not None:
                 one.locks += 1
-                self._waiting += nbytes
+                self._waiting += _padded(one)
                 self._writes.append((future, one))
             elif not self._disk.holds(one.key, nbytes):
                 self._counts["disk_skipped"] += 1
 
     def load(self, keys: Sequence[bytes], nbytes: int, ahead: int) -> int:
         """Read the leading ones of these keys, behind `ahead` that are there; how many are coming."""
-        if (ahead + len(keys)) * nbytes > self._pool.nbytes // 2:
+        if (ahead + len(keys)) * -(-nbytes // PAGE) * PAGE > self._pool.nbytes // 2:
             return 0  # they would drive each other out
         coming = 0
         for key in keys:
@@ -109,7 +113,7 @@ class Spill:
                 self._writes.append(entry)
                 continue
             one.locks -= 1
-            self._waiting -= one.chunk.nbytes
+            self._waiting -= _padded(one)
             self._counts["disk_skipped" if written.exception() else "disk_written"] += 1  # its log says why
         self._write_some()
         return 0.001 if self._loads else 0.01 if self._writes else 1.0
@@ -127,6 +131,7 @@ class Spill:
         names = ("disk_written", "disk_loaded", "disk_skipped", "disk_damaged")
         return {
             **{name: float(self._counts[name]) for name in names},
+            "disk_waiting": float(len(self._writes) + len(self._later)),
             "disk_objects": float(len(self._disk)),
             "disk_bytes": float(self._disk.used),
         }
