@@ -93,6 +93,12 @@ def _serve(options: argparse.Namespace) -> Result:
     return serve.run(options)
 
 
+def _top(options: argparse.Namespace) -> Result:
+    from kvraw.cli import top
+
+    return top.run(options)
+
+
 def _mib(text: str) -> float:
     value = _real(text)
     if not 0 < value <= _MOST_MIB:
@@ -180,6 +186,16 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--json", action="store_true", help="at the end print one JSON document")
 
 
+def _add_top(top: argparse.ArgumentParser) -> None:
+    top.add_argument("--endpoint", metavar="URL", help="of the server (default: that of one that was given none)")
+    top.add_argument("--interval", type=_limit, default=1.0, metavar="S", help="between looks (default: %(default)s)")
+    top.add_argument("--count", type=_natural, metavar="N", help="looks; 0: until Ctrl-C (default on a terminal)")
+    top.add_argument("--timeout", type=_limit, default=5.0, metavar="S", help="to wait for an answer")
+    top.add_argument("--curve-key", metavar="FILE", help="a client's secret key")
+    top.add_argument("--curve-server", metavar="FILE", help="the server's public key")
+    top.add_argument("--json", action="store_true", help="print the last look as one JSON document")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvraw", description="Moves KV-cache blocks between GPU and host memory.")
     parser.add_argument("--version", action="version", version=f"kvraw {__version__}")
@@ -209,6 +225,10 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="hold KV chunks in shared memory for the workers of this machine")
     _add_serve(serve)
     serve.set_defaults(run=_serve)
+
+    top = commands.add_parser("top", help="what a cache server holds and does: hit rate, bytes, locks, workers")
+    _add_top(top)
+    top.set_defaults(run=_top)
 
     for command in (doctor, demo, calibrate):
         command.add_argument("--json", action="store_true", help="print one JSON document")

@@ -39,6 +39,7 @@ _GAUGES = {
     "locked": "chunks that cannot be evicted",
     "tickets": "stores, retrieves and lookups that are open",
     "clients": "clients that are registered",
+    "disk_waiting": "chunks that are yet to be written to disk",
     "disk_objects": "chunks on disk",
     "disk_bytes": "bytes of the segments on disk",
 }

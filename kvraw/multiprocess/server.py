@@ -179,7 +179,7 @@ class CacheServer(Closing):
             pause = self.service.tick()
             if self._stopping is not None:
                 if not self.service.open_copies() or time.monotonic() >= self._stopping:
-                    return
+                    return self.service.finish(self._stopping)
                 pause = min(pause, 0.05)
 
     def _woken(self) -> None:

@@ -366,9 +366,13 @@ class Service:
             _log.warning("client %r was silent for %.1f s: dropped", client.name, now - client.last)
             self._forget(client)
             self.counts["dead"] += 1
-        if self._disk is not None and self._disk.advance():
-            return 0.001
-        return max(0.01, min(soonest, self.limits.liveness / 4, 1.0))
+        disk = 1.0 if self._disk is None else self._disk.advance()
+        return min(disk, max(0.01, min(soonest, self.limits.liveness / 4, 1.0)))
+
+    def finish(self, until: float) -> None:
+        """Write what was stored to the disk, up to that moment of the monotonic clock; nothing is asked any more."""
+        if self._disk is not None:
+            self._disk.finish(until)
 
     def open_copies(self) -> int:
         """Stores and retrieves that may still be committed."""

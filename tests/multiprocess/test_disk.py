@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvraw
 from kvraw.errors import BoundsError, KvrawError
-from kvraw.multiprocess import CacheServer
+from kvraw.multiprocess import CacheServer, ServerError, ServerTimeoutError
 from kvraw.multiprocess import messages as m
 from kvraw.multiprocess.disk import PAGE, DiskTier
 from tests.helpers.serving import CHUNK, TOKENS, HostCache, Server, key, until, worker
@@ -92,7 +98,9 @@ def test_the_oldest_goes_where_there_are_too_many(tmp_path: Path, memory: kvraw.
         DiskTier(tmp_path, 100)
 
 
-@pytest.mark.parametrize("damage", ["cut in the chunk", "cut in a header", "a chunk", "a header", "nonsense", "empty"])
+@pytest.mark.parametrize(
+    "damage", ["cut in the chunk", "cut in a header", "a chunk", "a header", "nonsense", "empty", "a version"]
+)
 def test_damage_is_a_miss(tmp_path: Path, memory: kvraw.HostPool, damage: str) -> None:
     tier = DiskTier(tmp_path, 1 << 20, 256 << 10)
     for at in range(4):
@@ -110,6 +118,8 @@ def test_damage_is_a_miss(tmp_path: Path, memory: kvraw.HostPool, damage: str) -
         data[2 * record + 41] ^= 1
     elif damage == "nonsense":
         data[2 * record :] = np.random.default_rng(1).bytes(2 * record)
+    elif damage == "a version":
+        data[2 * record + 7] ^= 1
     else:
         data.clear()
     path.write_bytes(data)
@@ -121,6 +131,9 @@ def test_damage_is_a_miss(tmp_path: Path, memory: kvraw.HostPool, damage: str) -
     assert put(again, memory, 9)
     assert right(again, memory, 9)
     again.close()
+    last = DiskTier(tmp_path, 1 << 20, 256 << 10)  # nothing stands between what was there and what was added
+    assert [at for at in (*range(4), 9) if last.holds(name(at), 5000)] == [*there, 9]
+    last.close()
 
 
 def test_a_server_reads_back_what_was_evicted(tmp_path: Path) -> None:
@@ -194,3 +207,208 @@ def test_a_disk_that_is_full_costs_the_disk_alone(tmp_path: Path, monkeypatch: p
         until(lambda: a.context.stats()["disk_skipped"] == 3)
         assert a.retrieve(key(1, 3), IDS) == 3 * TOKENS
         assert a.context.stats()["locked"] == 0
+
+
+def test_segments_of_another_version_are_the_first_to_go(tmp_path: Path, memory: kvraw.HostPool) -> None:
+    tier = DiskTier(tmp_path, 96 << 10, 24 << 10)
+    for at in range(4):
+        put(tier, memory, at)
+    tier.close()
+    old, new = sorted(tmp_path.glob("segment-*"))
+    data = bytearray(old.read_bytes())
+    data[7] = ord("9")
+    old.write_bytes(data)
+    (tmp_path / "segment-000000007.kvraw").mkdir()
+    (tmp_path / "segment-x.kvraw").write_text("not ours")
+    os.mkfifo(tmp_path / "segment-000000008.kvraw")
+    again = DiskTier(tmp_path, 96 << 10, 24 << 10)
+    assert [at for at in range(4) if again.holds(name(at), 5000)] == [2, 3]
+    assert again.used == 48 << 10
+    for at in range(10, 14):
+        assert put(again, memory, at)
+    assert old.exists()
+    put(again, memory, 14)
+    assert not old.exists()
+    assert new.exists()
+    assert (tmp_path / "segment-000000009.kvraw").exists()  # no number that something else has
+    assert all(right(again, memory, at) for at in (2, 3, 14))
+    again.close()
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for bad in ("file", "file/below"):
+        with pytest.raises(KvrawError, match="disk folder"):
+            DiskTier(tmp_path / bad, 1 << 20)
+    monkeypatch.setattr("kvraw.multiprocess.disk.os.access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(KvrawError, match="cannot be written"):
+        served(tmp_path)
+
+
+class FullDisk:
+    """Takes so many bytes, then says that it is full; of what goes beyond, a page is written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+        self.left, self._write = left, os.pwritev
+        monkeypatch.setattr("kvraw.multiprocess.disk.os.pwritev", self)
+
+    def __call__(self, file: int, parts: list[memoryview], offset: int) -> int:
+        if len(parts[0]) > self.left:
+            self._write(file, [parts[0][:PAGE]], offset)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.left -= len(parts[0])
+        return self._write(file, parts, offset)
+
+
+@pytest.mark.parametrize("pages", [2, 6, 8])  # full in the first record, between two, in the chunk or in the header
+def test_a_full_disk_keeps_what_it_has_and_is_tried_again(
+    tmp_path: Path, memory: kvraw.HostPool, monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    tier = DiskTier(tmp_path, 1 << 20, 64 << 10)
+    tier.pause, disk = 0.05, FullDisk(monkeypatch, pages * PAGE)
+    fit = pages // 3
+    for at in range(6):
+        if at < fit:
+            put(tier, memory, at)
+        else:
+            with pytest.raises(OSError, match=r"No space left|a moment ago"):
+                put(tier, memory, at)
+    assert tier.used == sum(path.stat().st_size for path in tmp_path.glob("segment-*")) == fit * 3 * PAGE
+    assert all(right(tier, memory, at) for at in range(fit))
+    disk.left = 1 << 20
+    time.sleep(0.06)
+    for at in range(fit, 6):
+        assert put(tier, memory, at)
+    tier.close()
+    again = DiskTier(tmp_path, 1 << 20, 64 << 10)
+    assert all(right(again, memory, at) for at in range(6))
+    again.close()
+
+
+def test_a_folder_that_goes_costs_the_disk_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, opened = HostCache(1), os.open
+
+    def refuse(path: object, *rest: int, **more: Any) -> int:
+        if "segment-" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvraw.multiprocess.disk.os.open", refuse)
+    with served(tmp_path) as server, worker(one.cache, server.endpoint) as a:
+        assert a.store(key(1, 3), IDS).stored == 3
+        until(lambda: a.context.stats()["disk_skipped"] == 3)
+        assert a.retrieve(key(1, 3), IDS) == 3 * TOKENS
+        assert a.context.stats()["errors"] == 0
+
+
+def test_a_file_system_without_direct_access(
+    tmp_path: Path, memory: kvraw.HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def without(path: object, flags: int, *rest: int, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvraw.multiprocess.disk.os.open", without)
+    tier = DiskTier(tmp_path, 1 << 20)
+    put(tier, memory, 1)
+    assert right(tier, memory, 1)
+    tier.close()
+
+
+def test_reads_beside_writes_and_evictions(tmp_path: Path, memory: kvraw.HostPool) -> None:
+    tier = DiskTier(tmp_path, 128 << 10, 24 << 10)
+    wrong: list[BaseException] = []
+    at, ended = 0, threading.Event()
+
+    def read(seed: int) -> None:
+        with kvraw.HostPool(64 << 10, pin=False) as pool:
+            r = np.random.default_rng(seed)
+            try:
+                while not ended.is_set():
+                    asked = max(at - int(r.integers(0, 14)), 0)
+                    right(tier, pool, asked)
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
+    for one in threads:
+        one.start()
+    for at in range(150):
+        put(tier, memory, at)
+    ended.set()
+    for one in threads:
+        one.join(10)
+    assert not wrong
+    assert tier.used <= 128 << 10
+    tier.close()
+
+
+def test_what_a_slow_disk_cannot_take_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, write, gate = HostCache(1), os.pwritev, threading.Event()
+
+    def slow(*args: object) -> int:
+        gate.wait(1)
+        return write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvraw.multiprocess.disk.os.pwritev", slow)
+    with served(tmp_path, 64 << 10) as server, worker(one.cache, server.endpoint) as a:
+        for at in range(1, 7):
+            assert a.store(key(at, 3), IDS).stored == 3
+        stats = a.context.stats()
+        assert stats["locked"] == 4  # a quarter of the pool
+        assert (stats["disk_written"], stats["disk_skipped"]) == (0, 0)
+        assert stats["disk_waiting"] == 18
+        gate.set()
+        until(lambda: a.context.stats()["disk_waiting"] == 0)
+        stats = a.context.stats()
+        assert stats["disk_written"] + stats["disk_skipped"] == 18
+        assert stats["disk_written"] >= 18 - stats["evicted"]
+
+
+def test_the_end_writes_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, write = HostCache(1), os.pwritev
+
+    def slow(*args: object) -> int:
+        time.sleep(0.005)
+        return write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvraw.multiprocess.disk.os.pwritev", slow)
+    with served(tmp_path, 64 << 10) as server, worker(one.cache, server.endpoint) as a:
+        for at in range(1, 6):
+            a.store(key(at, 3), IDS)
+    with served(tmp_path, 64 << 10) as server, worker(one.cache, server.endpoint) as a:
+        assert [a.context.lookup(key(at, 3)) for at in range(1, 6)] == [3 * TOKENS] * 5
+
+
+def test_a_server_that_is_killed_amid_stores(tmp_path: Path) -> None:
+    disk, prompts = ("--disk", str(tmp_path / "disk"), "--disk-mib", "64"), [HostCache(at) for at in range(20)]
+    cache, written, at = HostCache(0), 0.0, 0
+    with Server(tmp_path, *disk, mib=1) as first:
+        end = threading.Timer(0.15, first.process.kill)
+        with (
+            contextlib.suppress(ServerError, ServerTimeoutError),
+            worker(cache.cache, first.endpoint, timeout=0.3) as a,
+        ):
+            end.start()
+            for at in range(1, 3000):
+                for layer, source in zip(cache.layers, prompts[at % 20].layers, strict=True):
+                    layer[:] = source
+                a.store(key(at, 3), IDS)
+                written = a.context.stats()["disk_written"]
+        end.join()
+        first.process.communicate(timeout=10)
+    found = 0
+    with Server(tmp_path, *disk, mib=1) as second, worker(cache.cache, second.endpoint) as b:
+        for one in range(1, at + 1):
+            for layer in cache.layers:
+                layer[:] = 0
+            if b.retrieve(key(one, 3), IDS):
+                assert cache.blocks(IDS) == prompts[one % 20].blocks(IDS)
+            found += b.context.lookup(key(one, 3)) // TOKENS
+        assert b.context.stats()["disk_damaged"] == 0
+        assert found >= written > 0  # what was said to be on disk is
+        second.end(signal.SIGTERM)
+    kvraw.sweep_shared_memory()
