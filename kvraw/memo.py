@@ -29,7 +29,7 @@ class Memo(dict[K, V]):
 
     def keep(self, key: K, value: V) -> V:
         """Keep a value, and return it."""
-        if len(self) >= self.most:
+        if len(self) >= self.most and key not in self:
             for old in list(self)[: max(self.most // 2, 1)]:
                 self.pop(old, None)
         self[key] = value

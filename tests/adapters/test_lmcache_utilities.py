@@ -190,3 +190,12 @@ def test_layout(place: int | None, number: int, s: Shape, hints: dict[str, Any],
     with pytest.raises(ValueError, match="kv_caches is empty"):
         ops.compute_kv_layout({})
     w.close()
+
+
+def test_pairs_and_layers_of_the_same_tensors() -> None:
+    w = World(9, Shape(nl=1, nb=9, bs=4, nh=2, d=8, planes=2), None, 1)
+    a, b = w.cache.tensors(2)
+    pairs, layers, hints = {"l0": (a, b)}, {"l0": a, "l1": b}, {"kv_layout": "NHD"}
+    found = [ops.compute_kv_layout(caches, hints)[1] for caches in (pairs, layers, pairs)]
+    assert found == [1, 2, 1]
+    w.close()

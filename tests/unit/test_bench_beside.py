@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import kvraw
 from kvraw.bench.beside import arrivals, rows
 from kvraw.bench.beside.decode import Steps
 from kvraw.bench.beside.ground import Case, Ground, Lane
+from kvraw.bench.beside.peers import OWN, peers
 from kvraw.bench.beside.rows import DOORS, Selection, Wanted, maker_of, select
 from kvraw.bench.plot import draw_beside
 from kvraw.cli import beside
@@ -275,3 +277,17 @@ def test_gpu(gpu: int, torch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for row in (row for row in document["rows"] if row not in late):
         assert row["gb_per_s"] > 0
         assert row["p50_percent"] > -10
+
+
+def test_adapters_in_the_place_of_peers_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs() -> None:
+        """An operation of another module."""
+
+    for package in ("lmcache", "sgl_kernel"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    served, own = ModuleType("lmcache.c_ops"), ModuleType("sgl_kernel.kvcacheio")
+    served.multi_layer_block_kv_transfer = OWN["lmcache"].multi_layer_block_kv_transfer  # type: ignore[attr-defined]
+    own.transfer_kv_all_layer = theirs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, served.__name__, served)
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+    assert peers() == {"sglang": own}

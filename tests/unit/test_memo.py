@@ -18,3 +18,11 @@ def test_of_one_entry() -> None:
     for k in range(3):
         memo.keep(k, k)
         assert dict(memo) == {k: k}
+
+
+def test_another_value_of_an_entry_takes_no_room() -> None:
+    memo: Memo[int, str] = Memo(4)
+    for k in range(4):
+        memo.keep(k, "old")
+    memo.keep(2, "new")
+    assert dict(memo) == {0: "old", 1: "old", 2: "new", 3: "old"}

@@ -292,7 +292,7 @@ def _plan(
                 raise ArgumentError(f"group_idx is {at}, must be in [0, {len(groups)})")
             launches += _launches(groups[at], ends[at], specs[at], launch)
         if session is not None and device is not None:
-            on_error = to_host, device, sum(stage[2] for stage in staging), session
-            launches, staging = Phase.around(launches, KERNEL, *on_error), Phase.around(staging, STAGING, *on_error)
+            part = to_host, device, sum(stage[2] for stage in staging), session
+            launches, staging = Phase.around(launches, KERNEL, *part), Phase.around(staging, STAGING, *part)
         work.append(Step(staging, launches))
     return work

@@ -43,8 +43,9 @@ def _find(kv_caches: Mapping[str, Any], hints: Mapping[str, Any] | None, engine_
     number = None if engine_kv_format is None else format_of(engine_kv_format)
     for t in flat:
         require_memory("kv_caches", t)
-    on_error = tuple((t.data_ptr(), tensor_device(t), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
-    key = ("engine", on_error, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
+    places = tuple((t.data_ptr(), tensor_device(t), tuple(t.shape), t.stride(), t.element_size()) for t in flat)
+    lists = tuple(len(t) if isinstance(t, (list, tuple)) else 0 for t in tensors)
+    key = ("engine", places, lists, tuple(sorted((k, str(v)) for k, v in hints.items())), number)
     return interned(key, lambda: _read(tensors, flat[0], hints, number))
 
 

@@ -13,7 +13,16 @@ from kvraw.adapters import lmcache, sglang
 __all__ = ["OWN", "peers"]
 
 OWN: MappingProxyType[str, Any] = MappingProxyType({"lmcache": lmcache, "sglang": sglang})
-_MODULES = {"lmcache": "lmcache.c_ops", "sglang": "sgl_kernel.kvcacheio"}
+# Where their operations are, and one of them.
+_MODULES = (
+    ("lmcache", "lmcache.c_ops", "multi_layer_block_kv_transfer"),
+    ("sglang", "sgl_kernel.kvcacheio", "transfer_kv_all_layer"),
+)
+
+
+def _theirs(module: Any, operation: str) -> bool:
+    """Whether a module is not kvraw's adapter, which `install()` puts in its place."""
+    return not str(getattr(getattr(module, operation, None), "__module__", "")).startswith("kvraw.")
 
 
 def peers(lmcache_path: str | None = None, sglang_module: str | None = None) -> dict[str, Any]:
@@ -37,9 +46,11 @@ def peers(lmcache_path: str | None = None, sglang_module: str | None = None) -> 
         What was named cannot be loaded.
     """
     found: dict[str, Any] = {}
-    for name, default in _MODULES.items():
+    for name, default, operation in _MODULES:
         with suppress(ImportError, OSError):
-            found[name] = importlib.import_module(default)
+            module = importlib.import_module(default)
+            if _theirs(module, operation):
+                found[name] = module
     if lmcache_path is not None:
         spec = importlib.util.spec_from_file_location("c_ops", lmcache_path)
         if spec is None or spec.loader is None:
