@@ -238,7 +238,7 @@ def _page_copies(
     for plane, buffer in enumerate(paged if layers else ()):
         name, group = f"{names[0]}[{plane}]", layered[plane * layers : (plane + 1) * layers]
         row, steps = _row(name, buffer, 3)
-        rows = {_row(names[1], t, 1) for t in group}
+        rows = {_row(f"{names[1]}[{k}]", t, 1) for k, t in enumerate(group, plane * layers)}
         if len(rows) != 1 or min(rows)[0] != row:
             raise LayoutError(f"tokens of {names[1]} must have one stride, and {row} bytes as in {names[0]}")
         pages, held, tokens = map(int, buffer.shape[:3])

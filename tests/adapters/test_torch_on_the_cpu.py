@@ -66,6 +66,13 @@ def test_tokens_with_gaps_inside() -> None:
     assert torch.equal(dst, before)
 
 
+def test_the_layer_with_gaps_is_named() -> None:
+    pages, good, bad = pool(TOKENS, 2, 1, DIM), pool(TOKENS, DIM), pool(TOKENS, 2 * DIM)[:, ::2]
+    ids = torch.tensor([0])
+    with pytest.raises(kvraw.LayoutError, match=r"src_ptrs\[3\] has shape .*: gaps inside a row"):
+        sglang.transfer_kv_all_layer_direct_lf_pf([good, good, good, bad], [pages, pages], ids, ids, 1)
+
+
 def test_direct_operations() -> None:
     k = pool(LAYERS, TOKENS, HEADS, DIM)
     paged = pool(TOKENS // PAGE, LAYERS, PAGE, HEADS, DIM)
