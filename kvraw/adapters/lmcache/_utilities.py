@@ -125,6 +125,11 @@ def compute_kv_layout(
     return g.block_size, g.layers, paged.hidden, dtype, EngineKVFormat(paged.number)
 
 
+def planes_of(kv_caches: Mapping[str, Any], layout_hints: Mapping[str, Any] | None = None) -> int:
+    """Planes of a chunk of an engine's tensors: 1 where K and V are one row, else 2."""
+    return _find(kv_caches, layout_hints, None).geometry.planes
+
+
 def _shape(paged: Paged, tokens: int) -> tuple[int, ...]:
     g = paged.geometry
     inner = (g.layers, tokens, paged.hidden)
